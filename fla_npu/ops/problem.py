@@ -1,0 +1,57 @@
+"""What one call of a delta-rule op is, after validation: the options that fix its mathematics and its tensors."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a call that is not a tensor. Hashable, so that plans and kernels can be cached by it."""
+
+    decay: str
+    """`none` (DeltaNet), `scalar` (one log decay per value head, GDN) or `channel` (one per key channel, KDA)."""
+    scale: float
+    """Factor of q."""
+    qk_l2norm: bool = False
+    """Normalise q and k over K: `x / sqrt(sum x^2 + 1e-6)`."""
+    gate: str = "none"
+    """`none` (g is a log decay), `softplus` (`-exp(A_log) softplus(g + dt_bias)`) or
+    `bounded` (`lower_bound sigmoid(exp(A_log) (g + dt_bias))`)."""
+    lower_bound: float | None = None
+    beta_sigmoid: bool = False
+    """beta is a logit."""
+    beta_scale: float = 1.0
+    """Factor of the sigmoid: 2 with `allow_neg_eigval`."""
+    state_v_first: bool = False
+    """States are `[N, HV, V, K]` instead of `[N, HV, K, V]`."""
+    output_final_state: bool = False
+    chunk_size: int = 64
+    return_intermediate_states: bool = False
+    """Also return the state at the start of every chunk."""
+    keep_states: bool = False
+    """Keep the chunk states for the backward pass instead of recomputing them (`disable_recompute`)."""
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call. Shapes: q, k `[B,T,H,K]`, v `[B,T,HV,V]`, g `[B,T,HV]` or `[B,T,HV,K]`,
+    beta `[B,T,HV]`, A_log `[HV]`, dt_bias `[HV]` or `[HV*K]`, initial_state `[N,HV,K,V]` (or V-first)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+
+
+class Problem(NamedTuple):
+    """A validated call. `cu_seqlens` holds the sequence bounds as host integers, `(0, ..., T)`, or is None for a
+    batch of equally long sequences."""
+
+    tensors: Tensors
+    options: Options
+    cu_seqlens: tuple[int, ...] | None
