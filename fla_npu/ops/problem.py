@@ -36,7 +36,9 @@ class Options:
 
 class Tensors(NamedTuple):
     """The tensors of a call. Shapes: q, k `[B,T,H,K]`, v `[B,T,HV,V]`, g `[B,T,HV]` or `[B,T,HV,K]`,
-    beta `[B,T,HV]`, A_log `[HV]`, dt_bias `[HV]` or `[HV*K]`, initial_state `[N,HV,K,V]` (or V-first)."""
+    beta `[B,T,HV]` (recurrent ops: or `[B,T,HV,V]`), A_log `[HV]`, dt_bias `[HV]` or `[HV*K]`,
+    initial_state `[N,HV,K,V]` (or V-first). `gk` `[B,T,HV,K]` and `gv` `[B,T,HV,V]` are log decays on top of `g`,
+    which only recurrent GDN has."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,6 +48,8 @@ class Tensors(NamedTuple):
     A_log: torch.Tensor | None
     dt_bias: torch.Tensor | None
     initial_state: torch.Tensor | None
+    gk: torch.Tensor | None = None
+    gv: torch.Tensor | None = None
 
 
 class Problem(NamedTuple):
