@@ -1,0 +1,17 @@
+"""The `fla-npu` command: only wires the subcommands."""
+
+import click
+
+from fla_npu import __version__
+from fla_npu.cli.doctor import doctor
+from fla_npu.cli.generate import generate
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, package_name="fla-npu")
+def main() -> None:
+    """Gated DeltaNet and Kimi Delta Attention: run a model, or see what this machine can do."""
+
+
+main.add_command(generate)
+main.add_command(doctor)
