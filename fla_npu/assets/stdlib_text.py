@@ -24,9 +24,7 @@ def documents(held_out: bool) -> Iterator[tuple[str, bytes]]:
     A document is a source file, named by its path below the standard library, or a `help()` topic, named
     `pydoc_data/topics.py:<topic>`. Yields nothing where the interpreter has no source files.
     """
-    for name, text in sorted(_all_documents()):
-        if is_held_out(name) == held_out:
-            yield name, text
+    yield from sorted([*_source_files(held_out), *_help_topics(held_out)])
 
 
 def is_held_out(name: str) -> bool:
@@ -46,7 +44,7 @@ def held_out_text(num_bytes: int) -> bytes:
     return b"\n\n".join(pieces)[:num_bytes]
 
 
-def _all_documents() -> Iterator[tuple[str, bytes]]:
+def _source_files(held_out: bool) -> Iterator[tuple[str, bytes]]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
@@ -54,14 +52,21 @@ def _all_documents() -> Iterator[tuple[str, bytes]]:
         generated = relative.name.startswith("_sysconfigdata") or relative.as_posix() == "pydoc_data/topics.py"
         if generated or any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders):
             continue
+        if is_held_out(relative.as_posix()) != held_out:
+            continue
         try:
             yield relative.as_posix(), path.read_text(encoding="utf-8").encode()
         except (OSError, UnicodeDecodeError):
             # One unreadable or oddly encoded file must not stop a demo; the other files are as good.
             continue
+
+
+def _help_topics(held_out: bool) -> Iterator[tuple[str, bytes]]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
         return
     for topic, text in topics.items():
-        yield f"pydoc_data/topics.py:{topic}", text.encode()
+        name = f"pydoc_data/topics.py:{topic}"
+        if is_held_out(name) == held_out:
+            yield name, text.encode()

@@ -1,0 +1,205 @@
+"""The main job on the two embedded models: prefill 16 KiB of text, generate, and compare with transformers' own code.
+
+    python -m examples.demo --out out/demo
+
+For each model (Gated DeltaNet and Kimi Delta Attention, each 3 : 1 with full attention) this prints a continuation
+and how the run on fla_npu compares with the same run on transformers' torch functions: the largest logit difference,
+whether the greedy tokens agree, and the speeds. Then it measures the prefill time against the length on both paths and
+writes `prefill.png` and `demo.json`. The full-attention layer, the projections and the MLPs are the same code in both.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from tqdm import tqdm
+
+import fla_npu
+from fla_npu.assets import MODELS, model_folder
+from fla_npu.assets.stdlib_text import held_out_text
+from fla_npu.integrations.generation import Generation, compare, load, run_served, run_torch_path
+
+PROMPT_BYTES = 16384
+NEW_TOKENS = 200
+PIECE = 2048
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+PATHS = {"fla_npu": run_served, "transformers": run_torch_path}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much of the sweep one path of one model gets, so that the demo ends in minutes."""
+
+    longest: int
+    repeats: int
+
+
+EFFORTS = {
+    ("gdn", "fla_npu"): Effort(16384, 2),
+    ("gdn", "transformers"): Effort(16384, 2),
+    ("kda", "fla_npu"): Effort(16384, 2),
+    ("kda", "transformers"): Effort(8192, 1),
+}
+
+
+def prompt_text(num_bytes: int) -> bytes:
+    """At least `num_bytes` bytes of whole lines: held-out standard library, else this package's source."""
+    text = held_out_text(2 * num_bytes)
+    for path in sorted(Path(fla_npu.__file__).parent.rglob("*.py")):
+        if len(text) >= 2 * num_bytes:
+            break
+        text += path.read_bytes()
+    end = text.find(b"\n", num_bytes)
+    return text[: end + 1] if end >= 0 else text
+
+
+def as_ids(text: bytes) -> torch.Tensor:
+    """Token ids `[1, T]` of a byte-level model."""
+    return torch.tensor([list(text)], dtype=torch.long)
+
+
+def as_text(tokens: list[int]) -> str:
+    """Text of new tokens of a byte-level model."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def generate_and_compare(op: str, model: Any) -> dict[str, Any]:
+    """Run the main job on both paths, print it, and return the figures."""
+    ids = as_ids(prompt_text(PROMPT_BYTES))
+    runs: dict[str, Generation] = {}
+    for name, path in PATHS.items():
+        path(model, ids[:, :256], 2, 256)
+        with tqdm(total=ids.shape[1], desc=f"{op} prefill on {name}", unit="token", file=sys.stderr) as bar:
+            runs[name] = path(model, ids, NEW_TOKENS, PIECE, keep_logits=True, on_piece=bar.update)
+    served, plain = runs["fla_npu"], runs["transformers"]
+    comparison = compare(served, plain)
+
+    print(f"\n== {MODELS[op]}: {served.prompt_tokens} bytes of text, continued by {len(served.tokens)} bytes ==")
+    print(as_text(ids[0, -400:].tolist()) + "\033[1m" * sys.stdout.isatty() + as_text(served.tokens), end="")
+    print("\033[0m" * sys.stdout.isatty())
+    print(f"-- served by fla_npu: {dict(served.calls)}")
+    for name, run in runs.items():
+        print(
+            f"-- {name:<13} prefill {run.prefill_tokens_per_second:8.0f} tokens/s ({run.prefill_seconds:.2f} s), "
+            f"decode {run.decode_tokens_per_second:6.1f} tokens/s"
+        )
+    agree = "identical" if comparison.tokens_agree else f"different after {comparison.agreeing_tokens}"
+    print(f"-- largest logit difference {comparison.max_logit_difference:.1e}, greedy tokens {agree}")
+    return {
+        "prompt_tokens": served.prompt_tokens,
+        "continuation": as_text(served.tokens),
+        "calls": dict(served.calls),
+        "comparison": vars(comparison),
+        "speeds": {
+            name: {
+                "prefill_tokens_per_second": run.prefill_tokens_per_second,
+                "decode_tokens_per_second": run.decode_tokens_per_second,
+            }
+            for name, run in runs.items()
+        },
+    }
+
+
+def sweep(op: str, model: Any) -> dict[str, list[dict[str, float]]]:
+    """Prefill time against length on both paths, the repeats interleaved; the least time of each counts."""
+    ids = as_ids(prompt_text(max(LENGTHS)))
+    seconds: dict[tuple[str, int], float] = {}
+    jobs = [
+        (length, name)
+        for length in LENGTHS
+        for repeat in range(max(effort.repeats for effort in EFFORTS.values()))
+        for name in PATHS
+        if length <= EFFORTS[op, name].longest and repeat < EFFORTS[op, name].repeats
+    ]
+    for length, name in tqdm(jobs, desc=f"{op} prefill against length", unit="run", file=sys.stderr):
+        run = PATHS[name](model, ids[:, :length], 1, PIECE)
+        seconds[name, length] = min(run.prefill_seconds, seconds.get((name, length), float("inf")))
+    return {
+        name: [{"tokens": n, "seconds": seconds[name, n]} for n in LENGTHS if (name, n) in seconds] for name in PATHS
+    }
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """One panel per model: prefill seconds against tokens for both paths, on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(results["models"]), sharey=True)
+    for axes, (op, record) in zip(panels, results["models"].items(), strict=True):
+        for name, color, marker in [("fla_npu", "C0", "o"), ("transformers", "C1", "s")]:
+            points = record["sweep"][name]
+            axes.plot(
+                [point["tokens"] for point in points],
+                [point["seconds"] for point in points],
+                color=color,
+                marker=marker,
+                markersize=4,
+                label=name,
+            )
+            axes.annotate(
+                f"{points[-1]['seconds']:.2g} s",
+                (points[-1]["tokens"], points[-1]["seconds"]),
+                textcoords="offset points",
+                xytext=(0, 6),
+                ha="center",
+                fontsize=8,
+                color=color,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(LENGTHS, [f"{length // 1024}K" for length in LENGTHS])
+        axes.set_xlim(LENGTHS[0] / 1.3, LENGTHS[-1] * 1.3)
+        axes.set_xlabel("prompt length (bytes = tokens)")
+        longest = EFFORTS[op, "transformers"].longest
+        capped = f"\ntransformers measured up to {longest // 1024}K only" if longest < max(LENGTHS) else ""
+        axes.set_title(f"{MODELS[op]}{capped}", fontsize=10)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(loc="upper left")
+    panels[0].set_ylabel("prefill time of the whole model (s)")
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(low, high * 1.6)
+    figure.suptitle(f"Prefill on a CPU, {results['threads']} thread(s), fp32, in pieces of {PIECE} tokens", fontsize=11)
+    figure.savefig(path)
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/demo"), show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: PyTorch's choice]")
+def main(out: Path, threads: int | None) -> None:
+    started = time.perf_counter()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    results: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "fla_npu": fla_npu.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "models": {},
+    }
+    for op in MODELS:
+        model = load(model_folder(op), torch.float32)
+        record = generate_and_compare(op, model)
+        record["sweep"] = sweep(op, model)
+        results["models"][op] = record
+    out.mkdir(parents=True, exist_ok=True)
+    plot(results, out / "prefill.png")
+    (out / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwrote {out / 'prefill.png'} and {out / 'demo.json'} in {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
