@@ -14,8 +14,6 @@ Values that live on a device are not read, except those of `cu_seqlens`, once pe
 """
 
 import warnings
-import weakref
-from collections import OrderedDict
 from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
@@ -26,6 +24,7 @@ import torch
 from fla_npu import settings
 from fla_npu.errors import ShapeError
 from fla_npu.ops.problem import Options, Problem, Tensors
+from fla_npu.utils import tensor_cache
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTS = frozenset({torch.int32, torch.int64})
@@ -544,17 +543,21 @@ def _check_head_groups(q: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
+def _check_cu_seqlens(cu_seqlens: torch.Tensor) -> None:
+    _check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTS:
+        raise ShapeError(
+            f"cu_seqlens must be an int32 or int64 tensor of shape [N + 1] with N >= 1, got {_describe(cu_seqlens)}"
+        )
+
+
 def _check_packing(q: torch.Tensor, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> None:
     """What FLA asks of packed sequences: one row of tokens, an initial state for each sequence."""
     if initial_state is not None:
         _check_tensor("initial_state", initial_state)
     if cu_seqlens is None:
         return
-    _check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in INTS:
-        raise ShapeError(
-            f"cu_seqlens must be an int32 or int64 tensor of shape [N + 1] with N >= 1, got {_describe(cu_seqlens)}"
-        )
+    _check_cu_seqlens(cu_seqlens)
     if q.shape[0] != 1:
         raise ValueError(
             f"The batch size is expected to be 1 rather than {q.shape[0]} when using `cu_seqlens`: "
@@ -585,8 +588,8 @@ def _check_operand(
     _check_float(name, x, device)
 
 
-def _gate_parameter(name: str, x: torch.Tensor, letters: str, numel: int, device: torch.device) -> torch.Tensor:
-    """A gate parameter, flat; models keep it in shapes such as `[1, 1, HV, 1]`."""
+def gate_parameter(name: str, x: torch.Tensor, letters: str, numel: int, device: torch.device) -> torch.Tensor:
+    """A_log or dt_bias, checked and flat; models keep them in shapes such as `[1, 1, HV, 1]`."""
     _check_tensor(name, x)
     if x.numel() != numel:
         raise ShapeError(f"{name} must have {letters}={numel} elements, got shape {list(x.shape)}")
@@ -681,17 +684,17 @@ def _problem(
     if gate == "none":
         A_log = dt_bias = None
     if A_log is not None:
-        A_log = _gate_parameter("A_log", A_log, "HV", value_heads, device)
+        A_log = gate_parameter("A_log", A_log, "HV", value_heads, device)
     if dt_bias is not None:
         letters, numel = ("HV", value_heads) if decay == "scalar" else ("HV*K", value_heads * key_dim)
-        dt_bias = _gate_parameter("dt_bias", dt_bias, letters, numel, device)
+        dt_bias = gate_parameter("dt_bias", dt_bias, letters, numel, device)
 
     if initial_state is not None:
         rows = None if pooled else batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         _check_state(initial_state, rows, value_heads, key_dim, value_dim, state_v_first, device)
     bounds = None
     if cu_seqlens is not None:
-        bounds = _sequence_bounds(cu_seqlens, cu_seqlens_cpu, length)
+        bounds = sequence_bounds(cu_seqlens, length, cu_seqlens_cpu)
     elif cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu is a host copy of cu_seqlens, which must be given too")
     if chunk_indices is not None:
@@ -717,58 +720,42 @@ def _problem(
 # --- building blocks: packed sequences and pools of states --------------------------------------------------------
 
 
-class _HostCopies:
-    """Host copies of the last few integer tensors, so that all layers of a model share one device sync.
+@tensor_cache
+def _device_values(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.tolist())
 
-    A copy counts while the tensor is the same object at the same version. Writes through `.data` or foreign memory
-    do not move the version; FLA, which goes by identity alone, misses those and all others.
+
+def sequence_bounds(
+    cu_seqlens: torch.Tensor, length: int | None = None, cu_seqlens_cpu: torch.Tensor | None = None
+) -> tuple[int, ...]:
+    """The bounds of packed sequences as host integers, checked: `(0, ..., length)`, any end when `length` is None.
+
+    They come from `cu_seqlens_cpu` when it is given. `cu_seqlens` itself is compared with it where that costs nothing,
+    or when `FLA_NPU_CHECK_VALUES` asks for it.
     """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._copies: OrderedDict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = OrderedDict()
-
-    def get(self, x: torch.Tensor) -> tuple[int, ...]:
-        """The values of `x`, `[n]`."""
-        if x.is_inference():  # such tensors have no version, so that a change could not be seen
-            return tuple(x.tolist())
-        key, version = id(x), x._version
-        copy = self._copies.get(key)
-        if copy is not None and copy[0]() is x and copy[1] == version:
-            return copy[2]
-        values = tuple(x.tolist())
-        self._copies[key] = (weakref.ref(x), version, values)
-        self._copies.move_to_end(key)
-        if len(self._copies) > self._size:
-            self._copies.popitem(last=False)
-        return values
-
-
-_host_copies = _HostCopies(size=16)
-
-
-def _sequence_bounds(cu_seqlens: torch.Tensor, on_host: torch.Tensor | None, length: int) -> tuple[int, ...]:
-    """The bounds as host integers, `(0, ..., length)`.
-
-    They come from `cu_seqlens_cpu` (`on_host`) when it is given. `cu_seqlens` itself is compared with it where that
-    costs nothing, or when `FLA_NPU_CHECK_VALUES` asks for it.
-    """
-    if on_host is not None:
-        _check_tensor("cu_seqlens_cpu", on_host)
-        if on_host.shape != cu_seqlens.shape or on_host.dtype not in INTS or on_host.device.type != "cpu":
+    _check_cu_seqlens(cu_seqlens)
+    on_cpu = cu_seqlens.device.type == "cpu"
+    if cu_seqlens_cpu is not None:
+        _check_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+        if (
+            cu_seqlens_cpu.shape != cu_seqlens.shape
+            or cu_seqlens_cpu.dtype not in INTS
+            or cu_seqlens_cpu.device.type != "cpu"
+        ):
             raise ShapeError(
                 f"cu_seqlens_cpu must be a CPU copy of cu_seqlens, {_describe(cu_seqlens)}, "
-                f"got {_describe(on_host)} on {on_host.device}"
+                f"got {_describe(cu_seqlens_cpu)} on {cu_seqlens_cpu.device}"
             )
-        bounds = tuple(on_host.tolist())
-        if (cu_seqlens.device.type == "cpu" or settings.check_values()) and tuple(cu_seqlens.tolist()) != bounds:
+        bounds = tuple(cu_seqlens_cpu.tolist())
+        if (on_cpu or settings.check_values()) and tuple(cu_seqlens.tolist()) != bounds:
             raise ValueError("cu_seqlens and cu_seqlens_cpu must hold the same values")
-    elif cu_seqlens.device.type == "cpu":  # as cheap as the memory of past copies
+    elif on_cpu:  # as cheap as looking up an earlier copy, and always up to date
         bounds = tuple(cu_seqlens.tolist())
     else:
-        bounds = _host_copies.get(cu_seqlens)
-    if bounds[0] != 0 or bounds[-1] != length:
-        raise ValueError(f"cu_seqlens must start at 0 and end at T={length}, got {bounds[0]} and {bounds[-1]}")
+        bounds = _device_values(cu_seqlens)
+    if bounds[0] != 0 or (length is not None and bounds[-1] != length):
+        end = "" if length is None else f" and end at T={length}"
+        raise ValueError(f"cu_seqlens must start at 0{end}, got {bounds[0]} and {bounds[-1]}")
     if any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must not decrease, got {list(bounds)}")
     return bounds

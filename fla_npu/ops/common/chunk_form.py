@@ -1,0 +1,95 @@
+"""The delta rule chunk by chunk, as the papers write it: a second definition, independent of the token loop.
+
+Rows r and s are tokens of one chunk, `S` is the state at its start, `beta` a diagonal matrix (Gated Delta Networks,
+arXiv 2412.06464; Kimi Linear, arXiv 2510.26692):
+
+    E_rs = exp(sum of g over tokens s+1 .. r)           s <= r; one factor per key channel if g has one
+    A_rs = beta_r sum_c k_rc E_rs,c k_sc                s < r
+    W, U = (I + A)^-1 beta [E_0 k, v]                   E_0: decay since the start of the chunk
+    u    = U - W S
+    o    = scale (E_0 q S + P u),   P_rs = sum_c q_rc E_rs,c k_sc,   s <= r
+    S    = E_0,last S + (E_last k)^T u
+
+It is written for reading and for tests: `[chunk, chunk, K]` decays are materialised where g has K channels.
+"""
+
+import torch
+
+
+def delta_chunk_form(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    beta: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `delta_recurrence` computes, by chunks; the last chunk may be short.
+
+    Args:
+        q, k: `[B,T,H,K]`; v: `[B,T,HV,V]` with `HV` a multiple of `H`; beta: `[B,T,HV]`.
+        g: log decays `[B,T,HV]` or `[B,T,HV,K]`; -inf is allowed.
+        scale: factor of q, `K ** -0.5` when None.
+        initial_state: `[B,HV,K,V]` or None for zeros. Never written to.
+        dtype: of all arithmetic and of the results.
+
+    Returns:
+        `(o, final_state)` in `dtype`: `[B,T,HV,V]` and `[B,HV,K,V]`.
+    """
+    batch, length, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    group = value_heads // heads
+    scale = key_dim**-0.5 if scale is None else scale
+
+    # [B, T, heads, ...] -> [B, HV, T, ...]
+    q, k = (x.to(dtype).repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))
+    v = v.to(dtype).transpose(1, 2)
+    beta = beta.to(dtype).transpose(1, 2)[..., None]
+    g = (g if g.ndim == 4 else g[..., None]).to(dtype).transpose(1, 2)
+    q = q * scale
+    if initial_state is None:
+        state = v.new_zeros(batch, value_heads, key_dim, value_dim)
+    else:
+        state = initial_state.to(dtype, copy=True)
+
+    outputs = []
+    for start in range(0, length, chunk_size):
+        chunk = slice(start, start + chunk_size)
+        cq, ck, cv, cb, cg = (x[:, :, chunk] for x in (q, k, v, beta, g))
+        tokens = cq.shape[2]
+        decay = _pair_decay(cg)
+        since_start = cg.cumsum(-2).exp()
+
+        system = torch.eye(tokens, dtype=dtype, device=q.device) + (cb * _scores(ck, ck, decay)).tril(-1)
+        right_sides = torch.cat([cb * since_start * ck, cb * cv], dim=-1)
+        solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
+        w, u = solution.split([key_dim, value_dim], dim=-1)
+        u = u - w @ state
+        outputs.append((since_start * cq) @ state + _scores(cq, ck, decay) @ u)
+        state = since_start[:, :, -1, :, None] * state + (decay[:, :, -1] * ck).mT @ u
+
+    o = torch.cat(outputs, dim=2) if outputs else torch.zeros_like(v)
+    return o.transpose(1, 2), state
+
+
+def _pair_decay(g: torch.Tensor) -> torch.Tensor:
+    """`E_rs` of a chunk, `[..., r, s, c]`, zero for s > r, from its log decays `[..., C, c]`.
+
+    The sums are taken from each s on: as differences of sums from the start of the chunk they would lose digits, and be
+    NaN after a decay of -inf.
+    """
+    tokens = g.shape[-2]
+    after = torch.ones(tokens, tokens, dtype=torch.bool, device=g.device).tril(-1)[..., None]
+    log_decay = torch.where(after, g.unsqueeze(-2), 0.0).cumsum(-3)
+    return torch.where(after.transpose(-2, -3), 0.0, log_decay.exp())
+
+
+def _scores(x: torch.Tensor, y: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """`sum_c x_rc E_rs,c y_sc`, `[..., r, s]`."""
+    if decay.shape[-1] == 1:
+        return (x @ y.mT) * decay[..., 0]
+    return torch.einsum("bhrc,bhrsc,bhsc->bhrs", x, decay, y)
