@@ -18,6 +18,10 @@ NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 Results = tuple[torch.Tensor, ...]
 
 
+class Wrong(Exception):
+    """A result differs from the definition of the op."""
+
+
 def gate_case(case: Case) -> Case:
     """The small case that stands for `case`: two chunks, two heads (grouped as in the case), same mode and dtype."""
     group = case.HV // case.H
@@ -37,23 +41,23 @@ def reference(case: Case, inputs: make_inputs.Inputs) -> Results:
 def nmse(result: torch.Tensor, expected: torch.Tensor) -> float:
     """Squared error over squared size: `sum((x - r)^2) / sum(r^2)`."""
     if result.shape != expected.shape:
-        raise ValueError(f"shape {tuple(result.shape)} instead of {tuple(expected.shape)}")
+        raise Wrong(f"shape {tuple(result.shape)} instead of {tuple(expected.shape)}")
     error = (result.detach().double() - expected).square().sum() / expected.square().sum()
     return float(error)
 
 
 def check(prepare: Callable, case: Case) -> float:
-    """The largest error of an implementation over the results of the gate case. Raises ValueError beyond the limit."""
+    """The largest error of an implementation over the results of the gate case. Raises `Wrong` beyond the limit."""
     small = gate_case(case)
     inputs = make_inputs.make(small, seed=1)
     results = prepare(small, inputs)()
     expected = reference(small, inputs)
     if len(results) != len(expected) or any(x is None for x in results):
-        raise ValueError("a result is missing: output, final state or a gradient")
+        raise Wrong("a result is missing: output, final state or a gradient")
     worst = 0.0
     for name, result, wanted in zip(NAMES, results, expected, strict=False):
         error = nmse(result, wanted)
         if not error <= NMSE_LIMITS[case.dtype]:
-            raise ValueError(f"{name} is wrong: NMSE {error:.1e} at {small.key}, limit {NMSE_LIMITS[case.dtype]:.0e}")
+            raise Wrong(f"{name} is wrong: NMSE {error:.1e} at {small.key}, limit {NMSE_LIMITS[case.dtype]:.0e}")
         worst = max(worst, error)
     return worst

@@ -34,6 +34,8 @@ class Peak:
 def first_call(call: Callable) -> Peak:
     """Time and peak memory of one call. Linux keeps the high-water mark of the resident set and can reset it."""
     gc.collect()
+    # Modules are not garbage; without this every later collection walks transformers again.
+    gc.freeze()
     _trim()
     CLEAR_REFS.write_text(RESET_PEAK)
     before = _resident("VmRSS")
@@ -51,7 +53,6 @@ def sample(call: Callable, expected_seconds: float) -> tuple[float, int]:
     time.sleep(0.01)
     if expected_seconds < SHORT_CALL_SECONDS:
         call()
-    gc.collect()
     gc.disable()
     start = time.perf_counter()
     for _ in range(repeats):

@@ -103,7 +103,8 @@ IMPLEMENTATIONS = (
 )
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
 
-# The token loops are measured along T only; elsewhere they repeat what the chunked peers and ggml already show.
+# Token loops in Python take minutes over the long cases; away from the series along T they would only repeat what it
+# shows about them.
 SERIES_ONLY = ("hf_recurrent", "fla_naive_recurrent")
 
 
@@ -176,11 +177,10 @@ def cases(grid: str) -> list[Case]:
 
 def implementations(case: Case, names: tuple[str, ...] = ()) -> list[Implementation]:
     """The implementations measured in a case. `names` picks among them and then also brings back the token loops."""
-    centre = Case(case.op, case.mode, T=case.T, H=case.H, HV=case.HV, D=case.D)
-    on_series = case.mode == "decode" or (case == centre and case.H == case.HV)
+    everyone = case == Case(case.op, case.mode, T=case.T) or case.T < 4096
     chosen = []
     for implementation in IMPLEMENTATIONS:
-        wanted = implementation.name in names if names else on_series or implementation.name not in SERIES_ONLY
+        wanted = implementation.name in names if names else everyone or implementation.name not in SERIES_ONLY
         if wanted and implementation.supports(case):
             chosen.append(implementation)
     return chosen
