@@ -390,7 +390,7 @@ def check_recurrent_kda_fwd(
         scale=scale,
         initial_state=initial_state,
         pooled=pooled,
-        output_final_state=output_final_state or inplace_final_state,
+        output_final_state=inplace_final_state or output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel,
         beta_sigmoid=use_beta_sigmoid_in_kernel,
         neg_eigval=allow_neg_eigval,
