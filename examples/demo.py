@@ -25,7 +25,7 @@ from tqdm import tqdm
 import fla_npu
 from fla_npu.assets import MODELS, model_folder
 from fla_npu.assets.stdlib_text import held_out_text
-from fla_npu.integrations.generation import Generation, compare, load, run_served, run_torch_path
+from fla_npu.integrations.generation import Generation, compare, load, prefill_progress, run_served, run_torch_path
 
 PROMPT_BYTES = 16384
 NEW_TOKENS = 200
@@ -77,8 +77,8 @@ def generate_and_compare(op: str, model: Any) -> dict[str, Any]:
     runs: dict[str, Generation] = {}
     for name, path in PATHS.items():
         path(model, ids[:, :256], 2, 256)
-        with tqdm(total=ids.shape[1], desc=f"{op} prefill on {name}", unit="token", file=sys.stderr) as bar:
-            runs[name] = path(model, ids, NEW_TOKENS, PIECE, keep_logits=True, on_piece=bar.update)
+        with prefill_progress(f"{op} prefill on {name}", ids.shape[1], PIECE) as on_piece:
+            runs[name] = path(model, ids, NEW_TOKENS, PIECE, keep_logits=True, on_piece=on_piece)
     served, plain = runs["fla_npu"], runs["transformers"]
     comparison = compare(served, plain)
 

@@ -1,9 +1,7 @@
 """`fla-npu generate`: a hybrid language model prefils a prompt and generates, its linear attention on this package."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +71,13 @@ def generate(
         raise CommandError("the prompt is empty", "give some text with --prompt or --prompt-file")
 
     from fla_npu.integrations.generation import compare as compare_runs
-    from fla_npu.integrations.generation import run_served, run_torch_path
+    from fla_npu.integrations.generation import prefill_progress, run_served, run_torch_path
 
     def run(name: str, path: Callable[..., "Generation"]) -> "Generation":
         if compare:
             # The first calls pay for one-off work that has no place in a comparison of speeds.
             path(model, ids[:, :WARM_UP_TOKENS], 2, WARM_UP_TOKENS)
-        with _progress(name, ids.shape[1], chunk_prefill) as on_piece:
+        with prefill_progress(name, ids.shape[1], chunk_prefill) as on_piece:
             return path(model, ids, max_new_tokens, chunk_prefill, keep_logits=compare, on_piece=on_piece)
 
     try:
@@ -167,15 +165,6 @@ def _codec(model: Any, tokenizer: Any) -> tuple[Callable[[bytes], "torch.Tensor"
         lambda text: torch.tensor([list(text)], dtype=torch.long),
         lambda tokens: bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace"),
     )
-
-
-@contextmanager
-def _progress(name: str, total: int, piece: int) -> Iterator[Callable[[int], Any]]:
-    """A bar on standard error for a prefill of several pieces."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=name, unit="token", file=sys.stderr, disable=total <= piece) as bar:
-        yield bar.update
 
 
 def _record(

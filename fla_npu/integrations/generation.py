@@ -6,10 +6,11 @@ with enabled() as report:
 """
 
 import inspect
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,22 @@ def compare(run: Generation, other: Generation) -> Comparison:
         tokens_agree=run.tokens == other.tokens,
         agreeing_tokens=agreeing,
     )
+
+
+@contextmanager
+def prefill_progress(name: str, tokens: int, piece: int) -> Iterator[Callable[[int], None]]:
+    """An `on_piece` that draws a bar on standard error; draws nothing when the prefill is a single piece."""
+    from tqdm import tqdm
+
+    with tqdm(total=tokens, desc=name, unit="token", file=sys.stderr, disable=tokens <= piece) as bar:
+
+        def on_piece(done: int) -> None:
+            bar.update(done)
+            if bar.n >= tokens:
+                # Decoding follows; an open bar would count it as prefill.
+                bar.close()
+
+        yield on_piece
 
 
 def _run(
