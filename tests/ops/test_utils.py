@@ -1,0 +1,421 @@
+"""Sequence utilities, the `fla.utils` helpers and the shared test inputs against plain loops."""
+
+import importlib
+import logging
+import math
+import subprocess
+import sys
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fla_npu import testing, utils
+from fla_npu.errors import ShapeError
+from fla_npu.ops import checks
+from fla_npu.ops.utils import (
+    chunk_global_cumsum,
+    chunk_local_cumsum,
+    get_max_num_splits,
+    pack_sequence,
+    prepare_chunk_indices,
+    prepare_chunk_indices_static,
+    prepare_chunk_offsets,
+    prepare_cu_seqlens_from_lens,
+    prepare_cu_seqlens_from_mask,
+    prepare_lens,
+    prepare_lens_from_mask,
+    prepare_position_ids,
+    prepare_sequence_ids,
+    prepare_token_indices,
+    solve_tril,
+    unpack_sequence,
+)
+from fla_npu.ops.utils.constant import RCP_LN2
+
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+padding_sides = pytest.mark.parametrize("side", ["left", "right"])
+
+
+def bounds_of(lens: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *lens], dtype=dtype).cumsum(0, dtype=dtype)
+
+
+# --- index ---
+
+
+@settings(max_examples=50, deadline=None)
+@given(lens=lengths, chunk_size=st.integers(1, 4), dtype=st.sampled_from([torch.int32, torch.int64]))
+def test_indices(lens: list[int], chunk_size: int, dtype: torch.dtype):
+    cu = bounds_of(lens, dtype)
+    chunks = [-(-length // chunk_size) for length in lens]
+    tokens = [[n, t] for n, length in enumerate(lens) for t in range(length)]
+    pairs = [[n, c] for n, count in enumerate(chunks) for c in range(count)]
+
+    assert prepare_lens(cu).tolist() == lens
+    for host in (None, cu.clone()):
+        got = prepare_token_indices(cu, host)
+        assert got.dtype == dtype and got.tolist() == tokens and got.shape == (sum(lens), 2)
+        assert prepare_position_ids(cu, host).tolist() == [t for _, t in tokens]
+        assert prepare_sequence_ids(cu, host).tolist() == [n for n, _ in tokens]
+        got = prepare_chunk_indices(cu, chunk_size, host)
+        assert got.dtype == dtype and got.tolist() == pairs and got.shape == (sum(chunks), 2)
+        assert get_max_num_splits(cu, chunk_size, host) == max(chunks)
+    offsets = [sum(chunks[:n]) for n in range(len(lens) + 1)]
+    assert prepare_chunk_offsets(cu, chunk_size).tolist() == offsets
+
+    static, static_offsets = prepare_chunk_indices_static(cu, chunk_size, len(pairs) + 3)
+    assert static.tolist() == [*pairs, *[[-1, 0]] * 3] and static_offsets.tolist() == offsets
+    assert static.dtype == static_offsets.dtype == dtype
+
+
+def test_lengths_from_masks():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]]).bool()
+    assert prepare_lens_from_mask(mask).tolist() == [2, 0, 2]
+    assert prepare_lens_from_mask(mask).dtype == torch.int32
+    assert prepare_cu_seqlens_from_mask(mask).tolist() == [0, 2, 2, 4]
+    got = prepare_cu_seqlens_from_lens(torch.tensor([3, 1]), dtype=torch.int64)
+    assert got.dtype == torch.int64 and got.tolist() == [0, 3, 4]
+
+
+# --- cumulative sums ---
+
+
+@settings(max_examples=40, deadline=None)
+@given(lens=lengths, chunk_size=st.integers(1, 5), reverse=st.booleans(), inner=st.sampled_from([(2,), (2, 3)]))
+def test_cumsums(lens: list[int], chunk_size: int, reverse: bool, inner: tuple[int, ...]):
+    cu = bounds_of(lens)
+    x = torch.randn(1, sum(lens), *inner, dtype=torch.float64)
+
+    def one(part: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part[t:].sum(0) if reverse else part[: t + 1].sum(0) for t in range(len(part))])
+
+    def expect(size: int) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for a, b in pairwise(cu.tolist()):
+            for start in range(a, b, size):
+                rows = slice(start, min(start + size, b))
+                y[0, rows] = 0.5 * one(x[0, rows])
+        return y
+
+    options: dict[str, Any] = {"reverse": reverse, "scale": 0.5, "cu_seqlens": cu, "output_dtype": None}
+    torch.testing.assert_close(chunk_local_cumsum(x, chunk_size, **options), expect(chunk_size))
+    torch.testing.assert_close(chunk_global_cumsum(x, **options), expect(sum(lens) + 1))
+
+
+@pytest.mark.parametrize("cumsum", [lambda x, **o: chunk_local_cumsum(x, 4, **o), chunk_global_cumsum])
+def test_cumsum_of_a_batch(cumsum: Any):
+    x = torch.randn(3, 10, 2).bfloat16().requires_grad_()
+    y = cumsum(x)
+    assert y.dtype == torch.float32 and cumsum(x, output_dtype=None).dtype == torch.bfloat16
+    rows = torch.cat([cumsum(row, cu_seqlens=torch.tensor([0, 10])) for row in x.split(1)])
+    assert torch.equal(y, rows)
+    y[:, -1].sum().backward()
+    assert x.grad.abs().sum() > 0
+    with pytest.raises(DeprecationWarning, match="head_first"):
+        cumsum(x, head_first=False)
+    with pytest.raises(ValueError, match="Unsupported input shape"):
+        cumsum(x[0])
+    with pytest.raises(AssertionError, match="Only batch size 1"):
+        cumsum(x, cu_seqlens=torch.tensor([0, 10]))
+
+
+# --- packing ---
+
+
+@padding_sides
+@settings(max_examples=30, deadline=None)
+@given(lens=lengths, extra=st.integers(0, 2))
+def test_packing_is_the_inverse_of_unpacking(side: str, lens: list[int], extra: int):
+    cu, size = bounds_of(lens), max(lens) + extra
+    x = torch.randn(sum(lens), 2, 3)
+    padded = unpack_sequence(x, cu, side, (len(lens), size, 2, 3) if extra else None)
+    assert padded.shape == (len(lens), size, 2, 3)
+    for n, (a, b) in enumerate(pairwise(cu.tolist())):
+        row = padded[n].flip(0) if side == "left" else padded[n]
+        assert torch.equal(row[: b - a], x[a:b].flip(0) if side == "left" else x[a:b])
+        assert not row[b - a :].any()
+    assert torch.equal(pack_sequence(padded, cu, side), x)
+
+
+@padding_sides
+def test_packing_has_gradients(side: str):
+    cu = bounds_of([2, 0, 3])
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: unpack_sequence(x, cu, side), x)
+    padded = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: pack_sequence(x, cu, side), padded)
+
+
+def test_packing_refuses():
+    cu, x = bounds_of([2, 3]), torch.randn(5, 2)
+    for call, message in (
+        (lambda: unpack_sequence(x, cu, "middle"), "padding_side must be 'left' or 'right'"),
+        (lambda: unpack_sequence(x, cu, "left", (2, 2, 2)), "S >= 3"),
+        (lambda: unpack_sequence(x, cu, "left", (3, 3, 2)), "desired_shape must be"),
+        (lambda: pack_sequence(torch.randn(2, 2), cu), "S >= 3"),
+        (lambda: pack_sequence(torch.randn(3, 3), cu), "N=2"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            call()
+
+
+# --- triangular inverses ---
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("bounds", [None, (0, 40, 40, 75)])
+def test_solve_tril(size: int, bounds: tuple[int, ...] | None):
+    A = 0.3 * torch.randn(1 if bounds else 2, 75, 3, size, dtype=torch.float64)
+    inverse = solve_tril(A, None if bounds is None else torch.tensor(bounds), output_dtype=None)
+    assert inverse.shape == A.shape and inverse.dtype == torch.float64
+    for a, b in pairwise(bounds or (0, 75)):
+        for start in range(a, b, size):
+            rows = slice(start, min(start + size, b))
+            count = rows.stop - start
+            unit = torch.eye(count, dtype=torch.float64)
+            matrix = unit + A[:, rows].transpose(1, 2)[..., :count].tril(-1)
+            found = inverse[:, rows].transpose(1, 2)
+            torch.testing.assert_close(matrix @ found[..., :count], unit.expand_as(matrix))
+            assert not found[..., count:].any()
+    assert solve_tril(A.bfloat16()[:1], output_dtype=torch.float).dtype == torch.float32
+
+
+def test_solve_tril_refuses():
+    with pytest.raises(ShapeError, match=r"A must have shape \[B, T, H, C\]"):
+        solve_tril(torch.zeros(2, 16, 16))
+    with pytest.raises(AssertionError, match="Only batch size 1"):
+        solve_tril(torch.zeros(2, 16, 1, 16), torch.tensor([0, 16]))
+
+
+def test_constant():
+    assert torch.tensor(RCP_LN2) == 1 / torch.tensor(2.0, dtype=torch.float64).log().float()
+
+
+# --- fla.utils ---
+
+
+def test_assert_close():
+    x = torch.randn(100)
+    utils.assert_close("same", x, x.clone(), 0.0)
+    utils.assert_close("within err_atol", x, x + 9e-7, 0.0)
+    utils.assert_close("ratio", x, 1.001 * x, 0.002)
+    with pytest.raises(AssertionError, match=r"wrong diff: .* ratio: 0.01"):
+        utils.assert_close("wrong", x, 1.01 * x, 0.002)
+    with pytest.raises(AssertionError, match="NaN detected in tri"):
+        utils.assert_close("nan", x, x / 0 * 0, 10.0)
+    with pytest.raises(AssertionError, match="shapes differ"):
+        utils.assert_close("shape", x, x[:1], 10.0)
+    with pytest.warns(UserWarning, match="lenient"):
+        utils.assert_close("lenient", x, 2 * x, 0.1, warning=True)
+    utils.assert_close("empty", x[:0], x[:0], 0.0)
+
+
+def test_assert_close_listens_to_no_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLA_CI_ENV", "1")
+    monkeypatch.setenv("FLA_NPU_CI_ENV", "1")
+    x = torch.randn(100)
+    with pytest.raises(AssertionError):
+        importlib.reload(utils).assert_close("wrong", x, 1.005 * x, 0.002)
+
+
+def test_assert_close_logs(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="fla_npu.utils"):
+        utils.assert_close("o", torch.ones(2), torch.ones(2), 0.1)
+    assert "o diff: 0.000000" in caplog.text
+
+
+def test_devices_are_not_looked_at_on_import():
+    code = "import torch; torch.cuda.is_available = None; import fla_npu.utils"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_device_names():
+    assert utils.device == utils.device_name
+    assert utils.device_torch_lib is getattr(torch, utils.device)
+    assert [utils.IS_NPU, utils.IS_NVIDIA, utils.IS_AMD, utils.IS_INTEL].count(True) == (utils.device != "cpu")
+    with pytest.raises(AttributeError, match="has no attribute 'IS_NPV'"):
+        _ = utils.IS_NPV
+
+
+class TestTensorCache:
+    def make(self) -> tuple[Any, list[int]]:
+        calls: list[int] = []
+
+        @utils.tensor_cache
+        def double(x: torch.Tensor, factor: int = 2) -> torch.Tensor:
+            calls.append(factor)
+            return x * factor
+
+        return double, calls
+
+    def test_same_tensor_is_computed_once(self):
+        double, calls = self.make()
+        x = torch.ones(3)
+        assert double(x) is double(x) and calls == [2]
+        assert double(x, factor=3) is double(x, factor=3) and calls == [2, 3]
+        assert double(x.clone()) is not double(x)
+
+    def test_change_in_place_is_seen(self):
+        double, calls = self.make()
+        x = torch.ones(3)
+        double(x)
+        x.add_(1)
+        assert double(x).tolist() == [4, 4, 4] and len(calls) == 2
+
+    def test_inference_tensors_are_computed_every_time(self):
+        double, calls = self.make()
+        with torch.inference_mode():
+            x = torch.ones(3)
+            double(x)
+            x.add_(1)
+            assert double(x).tolist() == [4, 4, 4] and len(calls) == 2
+
+    def test_another_tensor_at_the_same_address_is_another(self):
+        double, _ = self.make()
+        for value in range(20):
+            assert double(torch.full((3,), float(value))).tolist() == [2.0 * value] * 3
+
+    def test_bounded(self):
+        double, calls = self.make()
+        tensors = [torch.ones(1) for _ in range(20)]
+        for x in tensors:
+            double(x)
+        double(tensors[0])
+        assert len(calls) == 21
+
+    def test_device_values_of_bounds(self):
+        """The copy that an NPU's `cu_seqlens` is read into, on a CPU tensor here."""
+        x = torch.tensor([0, 3, 5])
+        assert checks._device_values(x) is checks._device_values(x)
+        x[1] = 4
+        assert checks._device_values(x) == (0, 4, 5)
+
+
+def test_input_guard():
+    @utils.input_guard
+    def both(x: torch.Tensor, y: torch.Tensor | None = None, *rest: torch.Tensor) -> list[bool]:
+        return [z.is_contiguous() for z in (x, y, *rest) if z is not None]
+
+    @utils.input_guard(no_guard_contiguous=["x"])
+    def not_x(x: torch.Tensor, y: torch.Tensor) -> list[bool]:
+        return [x.is_contiguous(), y.is_contiguous()]
+
+    @utils.input_guard(no_guard_contiguous=True)
+    def none(x: torch.Tensor) -> bool:
+        return x.is_contiguous()
+
+    view = torch.zeros(2, 3).T
+    assert both(view, view, view) == [True] * 3 and both(x=view) == [True]
+    assert not_x(view, y=view) == [False, True]
+    assert not none(view)
+    assert utils.contiguous(lambda x: x.is_contiguous())(view)
+
+
+def test_autocast_decorators():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @utils.autocast_custom_fwd
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        @utils.autocast_custom_bwd
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return 2 * dy
+
+    x = torch.ones(2, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_checkpoint():
+    runs = []
+
+    @utils.checkpoint
+    def square(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x * x
+
+    x = torch.full((2,), 3.0, requires_grad=True)
+    square(x).sum().backward()
+    assert x.grad.tolist() == [6, 6] and len(runs) == 2
+
+
+def test_deprecate_kwarg():
+    @utils.deprecate_kwarg("old", version="2", new_name="new", additional_message="Soon.")
+    def renamed(new: int = 0) -> int:
+        return new
+
+    @utils.deprecate_kwarg("old", version="2", new_name="new", raise_if_both_names=True)
+    def strict(new: int = 0) -> int:
+        return new
+
+    @utils.deprecate_kwarg("old", version="2")
+    def kept(old: int = 0) -> int:
+        return old
+
+    with pytest.warns(
+        FutureWarning, match="`old` of `renamed` is deprecated and goes away in version 2: use `new`. Soon."
+    ):
+        assert renamed(old=3) == 3
+    with pytest.warns(FutureWarning):
+        assert renamed(old=3, new=4) == 4
+    with pytest.raises(ValueError, match="not both"):
+        strict(old=3, new=4)
+    with pytest.warns(FutureWarning):
+        assert kept(old=3) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert renamed(new=1) == 1
+
+
+# --- fla_npu.testing ---
+
+
+def test_error_measures():
+    x = torch.randn(100)
+    assert testing.nmse(x, x) == 0 and testing.nmse(torch.zeros(0), torch.zeros(0)) == 0
+    assert testing.nmse(1.01 * x, x) == pytest.approx(1e-4, rel=1e-3)
+    assert testing.rms_ratio(1.01 * x, x) == pytest.approx(1e-2, rel=1e-3)
+    assert testing.nmse(x, torch.zeros(100)) == float("inf")
+    assert math.isnan(testing.nmse(x / 0 * 0, x))
+
+
+@pytest.mark.parametrize("case", testing.CASES)
+@pytest.mark.parametrize("channel", [False, True])
+def test_inputs(case: str, channel: bool):
+    made = testing.make_inputs(case, B=2, T=70, channel=channel, dtype=torch.float16)
+    again = testing.make_inputs(case, B=2, T=70, channel=channel, dtype=torch.float16)
+    assert all(torch.equal(x, y) for x, y in zip(made, again, strict=True))
+    assert made.q.shape == made.k.shape == (2, 70, 2, 16) and made.v.shape == (2, 70, 4, 16)
+    assert made.g.shape == ((2, 70, 4, 16) if channel else (2, 70, 4)) and made.beta.shape == (2, 70, 4)
+    assert (
+        made.q.dtype == made.beta.dtype == torch.float16 and made.g.dtype == made.initial_state.dtype == torch.float32
+    )
+    assert (made.g <= 0).all() and all(x.isfinite().all() for x in testing.reference(made))
+    assert made.q.is_contiguous() == (case != "time fastest")
+    check = checks.check_chunk_kda if channel else checks.check_chunk_gdn
+    check(**made._asdict())
+
+
+def test_inputs_are_what_their_names_say():
+    assert testing.make_inputs("sudden decay", T=200).g.isinf().any()
+    assert testing.make_inputs("beta to two", T=200).beta.max() > 1.5
+    assert (testing.make_inputs("zero rows", T=200).q == 0).all(-1).any()
+    assert testing.make_inputs("time fastest").q.stride(1) == 1
+    assert len(testing.make_inputs("equal keys").k.unique(dim=1)[0]) == 1
+    with pytest.raises(ValueError, match="case must be one of ordinary"):
+        testing.make_inputs("hard")
+
+
+def test_reference_of_packed_sequences():
+    made = testing.make_inputs(T=20, sequences=2, seed=1)
+    o, state = testing.reference(made, cu_seqlens=(0, 13, 20), l2norm=True)
+    part = testing.Inputs(*(x[:, :13] for x in made[:5]), made.initial_state[:1])
+    first, first_state = testing.reference(part, l2norm=True)
+    assert torch.equal(o[:, :13], first) and torch.equal(state[:1], first_state)
