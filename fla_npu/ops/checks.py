@@ -13,6 +13,7 @@ Decoding calls a check per layer and token, so a valid call costs a few attribut
 Values that live on a device are not read, except those of `cu_seqlens`, once per tensor and change.
 """
 
+import sys
 import warnings
 from functools import lru_cache
 from itertools import pairwise
@@ -418,6 +419,14 @@ def sequence_lengths(problem: Problem) -> list[int]:
 _warned_names: set[str] = set()
 
 
+def _warn(message: str, category: type[Warning]) -> None:
+    """Warn about the line that called into the package: Python shows a DeprecationWarning only to its own author."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("fla_npu.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
 def _warn_unknown(op: str, kwargs: dict[str, Any], ignored: tuple[str, ...] = ()) -> None:
     """Warn, once per name, about arguments the op does not have; FLA drops them, so a typo changes the model.
 
@@ -427,7 +436,7 @@ def _warn_unknown(op: str, kwargs: dict[str, Any], ignored: tuple[str, ...] = ()
         if name in _warned_names or (name in ignored and not (name == "head_first" and value)):
             continue
         _warned_names.add(name)
-        warnings.warn(f"{op} ignores the argument `{name}`", UserWarning, stacklevel=4)
+        _warn(f"{op} ignores the argument `{name}`", UserWarning)
 
 
 def _state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
@@ -436,7 +445,7 @@ def _state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
         return state_v_first
     if state_v_first:
         raise ValueError("pass `state_v_first` or its deprecated name `transpose_state_layout`, not both")
-    warnings.warn("`transpose_state_layout` is deprecated: use `state_v_first`", DeprecationWarning, stacklevel=4)
+    _warn("`transpose_state_layout` is deprecated: use `state_v_first`", DeprecationWarning)
     return bool(kwargs.pop("transpose_state_layout"))
 
 

@@ -522,8 +522,9 @@ def test_gate_parameters_arrive_flat_and_attached(op: str):
 def test_old_name_of_the_layout(op: str):
     base = arguments(op)
     base["initial_state"] = zeros(B, HV, V, K)
-    with pytest.warns(DeprecationWarning, match="use `state_v_first`"):
+    with pytest.warns(DeprecationWarning, match="use `state_v_first`") as caught:
         assert check(op, base, transpose_state_layout=True).options.state_v_first
+    assert caught[0].filename == __file__
     with pytest.warns(DeprecationWarning):
         assert not check(op, transpose_state_layout=False).options.state_v_first
 
