@@ -27,7 +27,9 @@ def draw_all(out: Path, timings: list[dict], memory: list[dict]) -> list[Path]:
     drawn = [
         series(out / "forward.png", timings, "forward", "median_s", 1.0, "time per call, s"),
         series(out / "forward_backward.png", timings, "forward+backward", "median_s", 1.0, "time per call, s"),
-        series(out / "memory.png", memory, "forward", "extra_bytes", 1e6, "peak beyond inputs and results, MB"),
+        series(
+            out / "memory.png", memory, "forward", "extra_bytes", 1e6, "peak beyond inputs and results, MB", floor=1.0
+        ),
         bars(out / "target.png", timings, "forward", "T 4096, B 1, 16 heads of 128, fp32, forward"),
         bars(out / "decode.png", timings, "decode", "one token, B 1, 16 heads of 128, fp32"),
     ]
@@ -38,8 +40,11 @@ def ok_rows(records: list[dict], mode: str) -> list[dict]:
     return [record for record in records if record["status"] == OK and record["mode"] == mode]
 
 
-def series(path: Path, records: list[dict], mode: str, field: str, unit: float, label: str) -> Path | None:
-    """A value along T at the centre of the star: one panel per op and number of threads."""
+def series(
+    path: Path, records: list[dict], mode: str, field: str, unit: float, label: str, floor: float = 0.0
+) -> Path | None:
+    """A value along T at the centre of the star: one panel per op and number of threads. What lies below `floor` is
+    drawn on it: next to nothing has no place on a log scale."""
     from matplotlib import pyplot
 
     records = [
@@ -56,7 +61,7 @@ def series(path: Path, records: list[dict], mode: str, field: str, unit: float, 
         for axis, op in zip(row, OPS, strict=True):
             for one in IMPLEMENTATIONS:
                 points = sorted(
-                    (record["T"], record[field] / unit)
+                    (record["T"], max(record[field] / unit, floor))
                     for record in records
                     if (record["op"], record["threads"], record["implementation"]) == (op, count, one.name)
                 )
@@ -68,7 +73,7 @@ def series(path: Path, records: list[dict], mode: str, field: str, unit: float, 
             axis.set_xticks(lengths, [str(length) for length in lengths])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-        row[0].set_ylabel(label)
+        row[0].set_ylabel(label if floor == 0 else f"{label} (below {floor:g} drawn at {floor:g})")
     for axis in axes[-1]:
         axis.set_xlabel("T, tokens")
     figure.suptitle(f"{mode}: B 1, 16 heads of 128, fp32")
@@ -92,18 +97,21 @@ def draw_line(axis, one: Implementation, points: list[tuple[float, float]]):
 
 
 def bars(path: Path, records: list[dict], mode: str, title: str) -> Path | None:
-    """Time of every implementation at the centre of the star, with its ratio to ours."""
+    """Time of every implementation at the centre of the star: for `decode` in microseconds, otherwise over ours."""
     from matplotlib import pyplot
 
-    length = 1 if mode == "decode" else Case.T
+    relative = mode != "decode"
+    length = Case.T if relative else 1
     records = [record for record in ok_rows(records, mode) if case_of(record) == Case(record["op"], mode, T=length)]
+    ours = {(record["op"], record["threads"]): record for record in records if record["implementation"] == OURS}
+    records = [record for record in records if (record["op"], record["threads"]) in ours]
     if not records:
         return None
     threads = sorted({record["threads"] for record in records})
     figure, axes = pyplot.subplots(
-        len(threads), len(OPS), figsize=(11, 1.0 + 2.6 * len(threads)), squeeze=False, sharex=True
+        len(threads), len(OPS), figsize=(12, 1.0 + 2.6 * len(threads)), squeeze=False, sharex=True
     )
-    factor, unit = (1e6, "us") if mode == "decode" else (1.0, "s")
+    largest = 0.0
     for row, count in zip(axes, threads, strict=True):
         for axis, op in zip(row, OPS, strict=True):
             here = {
@@ -112,28 +120,23 @@ def bars(path: Path, records: list[dict], mode: str, title: str) -> Path | None:
                 if (record["op"], record["threads"]) == (op, count)
             }
             shown = [one for one in IMPLEMENTATIONS if one.name in here][::-1]
-            values = [here[one.name]["median_s"] * factor for one in shown]
+            ratios = [here[one.name]["median_s"] / ours[op, count]["median_s"] for one in shown]
+            times = [here[one.name]["median_s"] for one in shown]
+            values = ratios if relative else [time * 1e6 for time in times]
+            largest = max(largest, *values)
             drawn = axis.barh([one.label for one in shown], values, color=[COLOURS[one.name] for one in shown])
-            texts = [bar_text(here[one.name], here.get(OURS)) for one in shown]
+            texts = [f"{ratio:.3g}x   {duration(time)}" for ratio, time in zip(ratios, times, strict=True)]
             axis.bar_label(drawn, texts, padding=4, fontsize=9)
-            axis.set(xscale="log", title=f"{TITLES[op]}, {threads_text(count)}")
+            axis.set(title=f"{TITLES[op]}, {threads_text(count)}", xscale="log" if relative else "linear")
             axis.grid(axis="x", alpha=0.3)
             axis.spines[["top", "right"]].set_visible(False)
-    smallest, largest = (choose(record["median_s"] for record in records) * factor for choose in (min, max))
     # Room on the right for the text of the longest bar.
-    axes[0][0].set_xlim(smallest / 3, largest * (largest / smallest) ** 0.45 * 4)
+    axes[0][0].set_xlim((0.1, largest * 12) if relative else (0, largest * 1.4))
     for axis in axes[-1]:
-        axis.set_xlabel(f"time per call, {unit}")
+        axis.set_xlabel("time per call over fla_npu's, log scale" if relative else "time per call, us")
     figure.suptitle(title)
     figure.tight_layout()
     return save(figure, path)
-
-
-def bar_text(record: dict, ours: dict | None) -> str:
-    text = duration(record["median_s"])
-    if ours is not None and record is not ours:
-        text += f"  ({record['median_s'] / ours['median_s']:.2g}x fla_npu)"
-    return text
 
 
 def threads_text(count: int) -> str:
