@@ -1,0 +1,145 @@
+"""The portable forward pass: plain PyTorch, chunk by chunk, with the state updated in place.
+
+For any device that PyTorch runs on: the path of CPUs, and of NPUs that Triton does not reach. Beyond inputs and outputs
+it needs one state and the working memory of one chunk, whatever T is.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import torch
+
+from fla_npu.ops.common.prepare import Loader, Run, number_of_sequences, runs, working_dtype
+from fla_npu.ops.common.solve import solve_unit_lower
+from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, channel_decay
+from fla_npu.ops.common.step import decode_step
+from fla_npu.ops.problem import Options, Problem
+
+Decay = ScalarDecay | ReferencedDecay | LevelDecay
+
+
+def chunked_forward(
+    problem: Problem, kept: list[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Run a call.
+
+    Args:
+        problem: the call.
+        kept: receives the state before every chunk, for `chunked_backward`.
+
+    Returns:
+        `o [B,T,HV,V]` in the dtype of v, the final state `[N,HV,K,V]` or V-first in float32 if asked for, and the
+        states at the start of every chunk `[B,NT,HV,K,V]` or V-first in the dtype of k if asked for.
+    """
+    tensors, options, _ = problem
+    o = torch.empty(tensors.v.shape, dtype=tensors.v.dtype, device=tensors.v.device)
+    final = _FinalStates(problem) if options.output_final_state else None
+    between = _ChunkStates(problem) if options.return_intermediate_states else None
+    for run in runs(problem):
+        S = initial_states(problem, run)
+        if run.length == 1 and between is None and kept is None:
+            S = decode_step(tensors, options, run, S, run.of(o))
+        else:
+            S = _walk(Loader(tensors, options, run), S, run.of(o), between, kept)
+        if final is not None:
+            run.states_of(final.k_first).copy_(S)
+    return o, None if final is None else final.states, None if between is None else between.states
+
+
+def _walk(
+    loader: Loader,
+    S0: torch.Tensor,
+    o: torch.Tensor,
+    between: "_ChunkStates | None",
+    kept: list[torch.Tensor] | None,
+) -> torch.Tensor:
+    """Forward over one run; returns its final states, K-first."""
+    count = loader.run.count
+    HV, V = o.shape[2:]
+    S = state_kind(loader.options).load_state(S0, loader.heads)
+    for tokens in chunks(loader.run, loader.options):
+        chunk = loader.load(tokens)
+        decay = make_decay(loader.options, chunk.kq, chunk.g)
+        if between is not None:
+            between.put(loader.run, tokens, decay.store_state(S, count))
+        if kept is not None:
+            kept.append(S.clone())
+        A, P, X = decay.attend(S)
+        b = torch.sub(chunk.v, X[:, 0]).mul_(chunk.beta)
+        u = solve_unit_lower(A * chunk.beta, b)
+        O = torch.baddbmm(X[:, 1], P, u)
+        o[:, tokens].copy_(O.view(count, HV, -1, V).transpose(1, 2))
+        decay.write_(S, u)
+    return state_kind(loader.options).store_state(S, count)
+
+
+def state_kind(options: Options) -> type[ScalarDecay] | type[ReferencedDecay]:
+    """The class whose layout the states of a call have: all classes of one kind of decay share it."""
+    return ReferencedDecay if options.decay == "channel" else ScalarDecay
+
+
+def make_decay(options: Options, kq: torch.Tensor, g: torch.Tensor) -> Decay:
+    """The decay of one chunk."""
+    build: Callable[[torch.Tensor, torch.Tensor], Decay] = channel_decay if options.decay == "channel" else ScalarDecay
+    return build(kq, g)
+
+
+def chunks(run: Run, options: Options) -> list[slice]:
+    """The chunks of every sequence of a run."""
+    size = options.chunk_size
+    return [slice(t, min(t + size, run.length)) for t in range(0, run.length, size)]
+
+
+def initial_states(problem: Problem, run: Run) -> torch.Tensor:
+    """The initial states `[count,HV,K,V]` of a run in working precision; possibly the caller's own memory."""
+    tensors, options, _ = problem
+    dtype = working_dtype(tensors.q)
+    if tensors.initial_state is None:
+        return torch.zeros(run.count, *_state_shape(problem), dtype=dtype, device=tensors.v.device)
+    S = run.states_of(tensors.initial_state).to(dtype)
+    return S.transpose(-1, -2) if options.state_v_first else S
+
+
+def _state_shape(problem: Problem) -> tuple[int, int, int]:
+    """`(HV, K, V)`."""
+    q, _, v = problem.tensors[:3]
+    return v.shape[2], q.shape[3], v.shape[3]
+
+
+class _FinalStates:
+    """The final states `[N,HV,K,V]` or V-first; sequences without tokens keep their initial state."""
+
+    def __init__(self, problem: Problem) -> None:
+        tensors, options, _ = problem
+        HV, K, V = _state_shape(problem)
+        shape = (number_of_sequences(problem), HV, *((V, K) if options.state_v_first else (K, V)))
+        if tensors.initial_state is None:
+            self.states = torch.zeros(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
+        else:
+            self.states = torch.empty(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
+            self.states.copy_(tensors.initial_state)
+        self.k_first = self.states.transpose(-1, -2) if options.state_v_first else self.states
+
+
+class _ChunkStates:
+    """The states at the start of every chunk: `[B,NT,HV,K,V]` or V-first, with all chunks of a pack in one row."""
+
+    def __init__(self, problem: Problem) -> None:
+        tensors, options, cu_seqlens = problem
+        self.size = options.chunk_size
+        HV, K, V = _state_shape(problem)
+        B, T = tensors.v.shape[:2]
+        lengths = [T] if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens)]
+        self.offsets = [0, *accumulate(-(-length // self.size) for length in lengths)]
+        self.states = tensors.k.new_empty(B, self.offsets[-1], HV, *((V, K) if options.state_v_first else (K, V)))
+        self.k_first = self.states.transpose(-1, -2) if options.state_v_first else self.states
+
+    def put(self, run: Run, tokens: slice, S: torch.Tensor) -> None:
+        """Keep the states `[count,HV,K,V]` of a run before these tokens."""
+        chunk = tokens.start // self.size
+        if run.packed:
+            per_sequence = -(-run.length // self.size)
+            first = self.offsets[run.sequence]
+            self.k_first[0, first + chunk : first + run.count * per_sequence : per_sequence].copy_(S)
+        else:
+            run.states_of(self.k_first)[:, chunk].copy_(S)

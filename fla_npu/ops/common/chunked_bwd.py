@@ -1,0 +1,113 @@
+"""The portable backward pass: the chunks in reverse, each recomputed from the state at its start.
+
+Per chunk, with `dS` the gradient of the state after it (stages of `stages.py`, A without beta):
+
+    du  = P^T dO + write_backward(dS)           dP = lower(dO u^T)
+    db  = (I + beta A)^-T du                    d(beta A) = -strict_lower(db u^T)
+    b   = beta (V - X_k)                        dV = beta db,  dX_k = -beta db,  dX_q = dO
+    d beta = db . (V - X_k) + sum_j d(beta A)_ij A_ij
+
+and the decay turns the gradients of A, P, X and the new state into those of q, k, g and the old state. Memory: the
+inputs' gradients and one state per chunk of the sequences in work.
+"""
+
+from typing import Any
+
+import torch
+
+from fla_npu.ops.common.chunked import chunks, initial_states, make_decay, state_kind
+from fla_npu.ops.common.prepare import Loader, runs, working_dtype
+from fla_npu.ops.common.solve import solve_unit_lower
+from fla_npu.ops.problem import Problem, Tensors
+
+_PARAMETERS = ("A_log", "dt_bias")
+
+
+def chunked_backward(
+    problem: Problem, do: torch.Tensor, d_final: torch.Tensor | None, kept: list[torch.Tensor] | None
+) -> Tensors:
+    """Gradients of a call.
+
+    Args:
+        problem: the call, with the tensors of its forward pass.
+        do: gradient of o, `[B,T,HV,V]`.
+        d_final: gradient of the final state in the call's layout, or None.
+        kept: the state before every chunk, from `chunked_forward`; None recomputes them.
+
+    Returns:
+        The gradient of every tensor of the call, of its shape and dtype; None where the call has none.
+    """
+    tensors, options, _ = problem
+    dtype = working_dtype(tensors.q)
+    # A parameter's gradient sums over all tokens and needs more digits than its own dtype may have.
+    zeros: list[Any] = [
+        None if x is None else torch.zeros_like(x, dtype=dtype if name in _PARAMETERS else x.dtype)
+        for name, x in tensors._asdict().items()
+    ]
+    grads = Tensors(*zeros)
+    dS0 = grads.initial_state
+    if dS0 is not None and d_final is not None:
+        dS0.copy_(d_final)  # what a sequence without tokens hands through; the others are overwritten below
+    states = None if kept is None else iter(kept)
+    for run in runs(problem):
+        loader = Loader(tensors, options, run)
+        steps = chunks(run, options)
+        if states is None:
+            before = _states_before(loader, initial_states(problem, run), steps)
+        else:
+            before = [next(states) for _ in steps]
+        dS = torch.zeros_like(before[0])
+        if d_final is not None:
+            d_run = run.states_of(d_final)
+            d_run = d_run.transpose(-1, -2) if options.state_v_first else d_run
+            dS = state_kind(options).load_state(d_run.to(dtype), loader.heads)
+        do_run = run.of(do)
+        for tokens in reversed(steps):
+            # Popping frees each state as soon as it has served.
+            dS = _chunk_backward(loader, tokens, before.pop(), dS, do_run[:, tokens], grads)
+        if dS0 is not None:
+            target = run.states_of(dS0)
+            target = target.transpose(-1, -2) if options.state_v_first else target
+            target.copy_(state_kind(options).store_state(dS, run.count))
+    return grads._replace(A_log=_like(grads.A_log, tensors.A_log), dt_bias=_like(grads.dt_bias, tensors.dt_bias))
+
+
+def _like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None or x is None else grad.to(x.dtype)
+
+
+def _states_before(loader: Loader, S0: torch.Tensor, steps: list[slice]) -> list[torch.Tensor]:
+    """The state before every chunk of a run."""
+    S = state_kind(loader.options).load_state(S0, loader.heads)
+    states = [S.clone()]
+    for tokens in steps[:-1]:
+        chunk = loader.load(tokens)
+        decay = make_decay(loader.options, chunk.kq, chunk.g)
+        A, _, X = decay.attend(S)
+        b = torch.sub(chunk.v, X[:, 0]).mul_(chunk.beta)
+        decay.write_(S, solve_unit_lower(A * chunk.beta, b))
+        states.append(S.clone())
+    return states
+
+
+def _chunk_backward(
+    loader: Loader, tokens: slice, S: torch.Tensor, dS: torch.Tensor, do: torch.Tensor, grads: Tensors
+) -> torch.Tensor:
+    """Store the gradients of one chunk; returns that of the state before it."""
+    chunk = loader.load(tokens)
+    decay = make_decay(loader.options, chunk.kq, chunk.g)
+    A, P, X = decay.attend(S)
+    w = torch.sub(chunk.v, X[:, 0])
+    T = A * chunk.beta
+    u = solve_unit_lower(T, w * chunk.beta)
+
+    dO = do.transpose(1, 2).reshape(u.shape).to(u.dtype)
+    du = torch.baddbmm(decay.write_backward(dS), P.mT, dO)
+    db = solve_unit_lower(T, du, transpose=True)
+    dT = torch.bmm(db, u.mT).tril_(-1).neg_()
+    dbeta = (db * w).sum(-1) + (dT * A).sum(-1)
+    dv = db * chunk.beta
+    dX = torch.stack((dv.neg(), dO), dim=1)
+    back = decay.backward(dT.mul_(chunk.beta), torch.bmm(dO, u.mT).tril_(), dX, dS, u, S)
+    loader.store_gradients(tokens, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=dbeta)
+    return back.S

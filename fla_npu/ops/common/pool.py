@@ -1,0 +1,88 @@
+"""Recurrent forward passes that write states back where they came from: into the caller's tensor, or a pool's slots."""
+
+import torch
+
+from fla_npu.ops.autograd import without_autocast
+from fla_npu.ops.checks import StatePool
+from fla_npu.ops.common.prepare import Run
+from fla_npu.ops.common.step import decode_step
+from fla_npu.ops.dispatch import run
+from fla_npu.ops.problem import Options, Problem, Tensors
+
+
+@torch.no_grad()
+def recurrent_in_place(
+    problem: Problem, pool: StatePool | None, *, inplace: bool, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call of `fused_recurrent_kda_fwd`.
+
+    Args:
+        problem: the call; `initial_state` is the pool when there is one.
+        pool: the slots to read and write, or None.
+        inplace: write final states into `initial_state`.
+        out: receives o, or None for a new tensor.
+
+    Returns:
+        `(o, states)`: the states are `initial_state` itself with `inplace`, else as `chunked_forward` gives them.
+    """
+    states = problem.tensors.initial_state
+    if pool is None:
+        o, final, _ = run("fused_recurrent_kda", problem, differentiable=False)
+        if inplace and states is not None and final is not None:
+            final = states.copy_(final)
+        return _into(o, out), final
+    with without_autocast(problem.tensors.q.device.type):
+        o, fresh = _through_pool(problem, pool, write_back=inplace)
+    return _into(o, out), states if inplace else fresh
+
+
+def _into(o: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return o if out is None else out.copy_(o)
+
+
+def _through_pool(problem: Problem, pool: StatePool, *, write_back: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token by token over all sequences at once, storing each state that is left behind."""
+    tensors, options, cu_seqlens = problem
+    states = tensors.initial_state
+    assert states is not None, "checked with the pool"
+    device = states.device
+    length = tensors.v.shape[1]
+    starts = [n * length for n in range(len(pool.load))] if cu_seqlens is None else list(cu_seqlens[:-1])
+    flat = Tensors(
+        *(x if x is None or name in _NOT_TOKENS else x.flatten(0, 1)[:, None] for name, x in tensors._asdict().items())
+    )
+    o = torch.zeros_like(tensors.v, memory_format=torch.contiguous_format)
+    flat_o = o.flatten(0, 1)[:, None]
+    final = torch.zeros(len(starts), *states.shape[1:], dtype=torch.float32, device=device)
+
+    active = [n for n, slots in enumerate(pool.store) if slots]
+    S = states[torch.tensor([pool.load[n] for n in active], device=device, dtype=torch.long)].float()
+    S = S.transpose(-1, -2) if options.state_v_first else S
+    t = 0
+    while active:
+        rows = torch.tensor([starts[n] + t for n in active], device=device)
+        S, token_o = _one_token(flat, options, rows, S)
+        flat_o[rows] = token_o
+        stored = S.transpose(-1, -2) if options.state_v_first else S
+        if write_back:
+            slots = torch.tensor([pool.store[n][t] for n in active], device=device)
+            states[slots] = stored.to(states.dtype)
+        final[torch.tensor(active, device=device)] = stored
+        t += 1
+        going = [i for i, n in enumerate(active) if len(pool.store[n]) > t]
+        if len(going) < len(active):
+            S, active = S[going], [active[i] for i in going]
+    return o, final if options.output_final_state else None
+
+
+_NOT_TOKENS = ("A_log", "dt_bias", "initial_state")
+
+
+def _one_token(
+    flat: Tensors, options: Options, rows: torch.Tensor, S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new states `[n,HV,K,V]` and outputs `[n,1,HV,V]` of one token each, those of the given rows."""
+    token = Tensors(*(x if x is None or name in _NOT_TOKENS else x[rows] for name, x in flat._asdict().items()))
+    o = torch.empty_like(token.v, memory_format=torch.contiguous_format)
+    run_of_all = Run(sequence=0, count=len(rows), start=0, length=1, packed=False)
+    return decode_step(token, options, run_of_all, S, o), o

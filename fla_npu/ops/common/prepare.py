@@ -1,0 +1,208 @@
+"""What happens to the arguments of a call before and after the chunk loop: where its sequences lie, and how a chunk of
+the caller's tensors becomes contiguous heads-first working memory (L2 norm, gate and sigmoid applied), and back."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from fla_npu.ops.common.gate import gate_backward, gate_forward
+from fla_npu.ops.problem import Options, Problem, Tensors
+
+L2NORM_EPS = 1e-6
+
+# Sequences are taken together until this many tokens of heads are in work: enough to fill matrix products, few enough
+# to keep what one step needs in cache and to keep memory independent of the batch.
+ROWS_PER_STEP = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Equally long sequences that are worked on together."""
+
+    sequence: int
+    count: int
+    start: int
+    """First token within T; 0 unless sequences are packed."""
+    length: int
+    packed: bool
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Their part of a `[B, T, ...]` tensor, as a view `[count, length, ...]`."""
+        if self.packed:
+            return x[0, self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
+        return x[self.sequence : self.sequence + self.count]
+
+    def states_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Their part of an `[N, ...]` tensor, as a view."""
+        return x[self.sequence : self.sequence + self.count]
+
+
+def runs(problem: Problem, rows_per_step: int = ROWS_PER_STEP) -> Iterator[Run]:
+    """All sequences of a call that have tokens. Neighbours of equal length, as decoding has them, form one run."""
+    v = problem.tensors.v
+    size = problem.options.chunk_size
+    B, T, HV = v.shape[:3]
+
+    def cut(sequence: int, count: int, start: int, length: int, packed: bool) -> Iterator[Run]:
+        step = max(1, rows_per_step // (HV * min(length, size)))
+        for i in range(0, count, step):
+            yield Run(sequence + i, min(step, count - i), start + i * length if packed else 0, length, packed)
+
+    if problem.cu_seqlens is None:
+        if T > 0 and B > 0:
+            yield from cut(0, B, 0, T, False)
+        return
+    lengths = [end - start for start, end in pairwise(problem.cu_seqlens)]
+    first = 0
+    while first < len(lengths):
+        last = first
+        while last < len(lengths) and lengths[last] == lengths[first]:
+            last += 1
+        if lengths[first] > 0:
+            yield from cut(first, last - first, problem.cu_seqlens[first], lengths[first], True)
+        first = last
+
+
+def number_of_sequences(problem: Problem) -> int:
+    """N: the batch, or the number of packed sequences."""
+    return problem.tensors.v.shape[0] if problem.cu_seqlens is None else len(problem.cu_seqlens) - 1
+
+
+def working_dtype(q: torch.Tensor) -> torch.dtype:
+    """float32, and float64 for float64 inputs (numeric checks of gradients)."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+class Chunk(NamedTuple):
+    """A chunk of C tokens of N = batch * H heads with R = HV // H value heads each, in working precision."""
+
+    kq: torch.Tensor
+    """`[N, 2, C, K]`: k, and q times scale."""
+    v: torch.Tensor
+    """`[N*R, C, V]`, possibly strided and of the input's dtype."""
+    g: torch.Tensor
+    """`[N, R, C]` or `[N, R, C, K]`: natural log decay."""
+    beta: torch.Tensor
+    """`[N*R, C, 1]`, or `[N*R, C, V]` for one per value channel."""
+    inverse_norm: torch.Tensor | None
+    """`[N, 2, C, 1]`: what k and q were multiplied with by the L2 norm (without scale)."""
+
+
+class Loader:
+    """Reads chunks of one run of sequences, and writes their gradients.
+
+    Args:
+        tensors: those of the call.
+        options: those of the call.
+        run: which sequences.
+    """
+
+    def __init__(self, tensors: Tensors, options: Options, run: Run) -> None:
+        self.options = options
+        self.run = run
+        self.q, self.k, self.v = (run.of(x) for x in (tensors.q, tensors.k, tensors.v))
+        self.beta = run.of(tensors.beta)
+        self.g = None if tensors.g is None else run.of(tensors.g)
+        self.dtype = working_dtype(tensors.q)
+        self.heads, self.key_dim = self.q.shape[2:]
+        self.value_heads = self.v.shape[2]
+        # [HV] and [HV*K] parameters, shaped to broadcast over [count, C, HV(, K)].
+        per_head = (-1,) if options.decay == "scalar" else (-1, 1)
+        self.a = None if tensors.A_log is None else tensors.A_log.to(self.dtype).exp().view(per_head)
+        bias_shape = (-1,) if options.decay == "scalar" else (-1, self.key_dim)
+        self.bias = None if tensors.dt_bias is None else tensors.dt_bias.to(self.dtype).view(bias_shape)
+
+    def load(self, tokens: slice) -> Chunk:
+        """One chunk."""
+        options, dtype = self.options, self.dtype
+        k = self.k[:, tokens].transpose(1, 2)
+        n, H, C, K = k.shape
+        kq = torch.empty(n, H, 2, C, K, dtype=dtype, device=k.device)
+        kq[:, :, 0].copy_(k)
+        kq[:, :, 1].copy_(self.q[:, tokens].transpose(1, 2))
+        inverse_norm = None
+        if options.qk_l2norm:
+            inverse_norm = (torch.linalg.vector_norm(kq, dim=-1, keepdim=True).square_() + L2NORM_EPS).rsqrt_()
+            kq.mul_(inverse_norm)
+            inverse_norm = inverse_norm.view(n * H, 2, C, 1)
+        kq[:, :, 1].mul_(options.scale)
+
+        R = self.value_heads // H
+        v = self.v[:, tokens].transpose(1, 2)
+        return Chunk(
+            kq=kq.view(n * H, 2, C, K),
+            v=v.reshape(n * self.value_heads, C, -1),
+            g=self._decay(tokens).transpose(1, 2).reshape(n * H, R, C, *self.g_tail),
+            beta=self._beta(tokens).transpose(1, 2).reshape(n * self.value_heads, C, -1),
+            inverse_norm=inverse_norm,
+        )
+
+    @property
+    def g_tail(self) -> Sequence[int]:
+        return (self.key_dim,) if self.options.decay == "channel" else ()
+
+    def _decay(self, tokens: slice) -> torch.Tensor:
+        """Natural log decay `[count, C, HV(, K)]`."""
+        if self.g is None:
+            v = self.v[:, tokens]
+            return torch.zeros(v.shape[:3], dtype=self.dtype, device=v.device)
+        g = self.g[:, tokens].to(self.dtype)
+        if self.options.gate == "none":
+            return g
+        return gate_forward(g, self.a, self.bias, self.options.gate, self.options.lower_bound)
+
+    def _beta(self, tokens: slice) -> torch.Tensor:
+        beta = self.beta[:, tokens].to(self.dtype)
+        return torch.sigmoid(beta).mul_(self.options.beta_scale) if self.options.beta_sigmoid else beta
+
+    def store_gradients(
+        self,
+        tokens: slice,
+        chunk: Chunk,
+        into: Tensors,
+        *,
+        dkq: torch.Tensor,
+        dv: torch.Tensor,
+        dg: torch.Tensor,
+        dbeta: torch.Tensor,
+    ) -> None:
+        """Write the gradients of a chunk, shaped as in `Chunk`, to their place in the call's gradients `into`.
+
+        Those of `A_log` and `dt_bias` are added to what is there.
+        """
+        options, run = self.options, self.run
+        n, H, HV = run.count, self.heads, self.value_heads
+        C = dkq.shape[2]
+        if chunk.inverse_norm is not None:
+            # x/|x| = y: dx = (dy - y (y . dy)) / |x|, with y the normalised rows (q's without scale).
+            dkq[:, 1].mul_(options.scale)
+            unit = chunk.kq.clone()
+            unit[:, 1].div_(options.scale)
+            dkq.sub_(unit * (unit * dkq).sum(-1, keepdim=True)).mul_(chunk.inverse_norm)
+        else:
+            dkq[:, 1].mul_(options.scale)
+        dkq = dkq.view(n, H, 2, C, -1)
+        run.of(into.k)[:, tokens].copy_(dkq[:, :, 0].transpose(1, 2))
+        run.of(into.q)[:, tokens].copy_(dkq[:, :, 1].transpose(1, 2))
+        run.of(into.v)[:, tokens].copy_(dv.view(n, HV, C, -1).transpose(1, 2))
+
+        dbeta = dbeta.view(n, HV, C).transpose(1, 2)
+        if options.beta_sigmoid:
+            s = torch.sigmoid(self.beta[:, tokens].to(self.dtype))
+            dbeta = dbeta * (options.beta_scale * s * (1 - s))
+        run.of(into.beta)[:, tokens].copy_(dbeta)
+
+        if self.g is None or into.g is None:
+            return
+        dg = dg.reshape(n, HV, C, *self.g_tail).transpose(1, 2)
+        if options.gate != "none":
+            logits = self.g[:, tokens].to(self.dtype)
+            dg, d_a_log = gate_backward(logits, self.a, self.bias, options.gate, options.lower_bound, dg)
+            if into.A_log is not None:
+                into.A_log.add_(d_a_log.sum(tuple(i for i in range(d_a_log.ndim) if i != 2)))
+            if into.dt_bias is not None:
+                into.dt_bias.add_(dg.sum((0, 1)).view(-1))
+        run.of(into.g)[:, tokens].copy_(dg)

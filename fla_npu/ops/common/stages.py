@@ -1,0 +1,404 @@
+"""The stages of one chunk of the gated delta rule, forward and backward, for all heads at once.
+
+With the state `S` at the start of a chunk of C tokens, `D_ij = exp(g_{j+1} + ... + g_i)` the decay from token j to
+token i, and per row i of the chunk (scalar decay: a number per row; channel decay: inside the sums over K):
+
+    scores   A_ij = D_ij k_i . k_j  (j < i)     P_ij = D_ij q_i . k_j  (j <= i)
+    read     X_k = decay_i * (K S)              X_q = decay_i * (Q S)
+    Solve    (I + beta * A) u = beta * (V - X_k)
+    output   O = X_q + P u
+    write    S <- decay_C * S + (decay_{i..C} * K)^T u
+
+That is the reordered dataflow of the HA-NPU paper: every product with S, K and Q comes before Solve, W = T K is never
+formed and one state lives on core. The classes here supply scores, read and write for the two kinds of decay, with
+their gradients; `chunked.py` and `chunked_bwd.py` hold what does not depend on the decay.
+
+Decays are kept as binary logarithms: `exp2` costs the same for every argument, whereas `exp` of a CPU's vector library
+takes a hundred times longer as soon as a result underflows (measured: 9 us against 1365 us for 65536 numbers at -88).
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fla_npu.ops.utils.constant import RCP_LN2
+
+# Decays below 2^-100 count as zero: that is 1e23 times below the rounding of what they are added to, and their
+# products with keys would be denormal numbers, which slow a matrix product down 200 times.
+NEGLIGIBLE = -100.0
+
+# The smallest log decay of one token. It stands for "forget everything", and unlike -inf it can be subtracted.
+FORGET = -1024.0
+
+# Cumulative scalar decays are split into multiples of this and a rest. A sum of 64 such multiples, each at most
+# |FORGET|, has at most 24 bits, so that it and the differences of two of them are exact in float32. Without the split,
+# one strong decay early in a chunk costs all later ones their digits.
+QUANTUM = 2.0**-8
+
+# Largest exponent that `ReferencedDecay` gives to a factor: products of two factors stay below 2^120 < 2^127, and the
+# rounding of the exponent itself, 2^-19, keeps a chunk's scores at an NMSE of 2e-12.
+REACH = 60.0
+
+
+def exp2_(x: torch.Tensor) -> torch.Tensor:
+    """`2^x` in place, exactly zero below `2^NEGLIGIBLE`."""
+    return torch.threshold_(x, NEGLIGIBLE, float("-inf")).exp2_()
+
+
+class Gradients(NamedTuple):
+    """What a decay hands back from its part of the backward pass."""
+
+    kq: torch.Tensor
+    """`[N, 2, C, K]`."""
+    g: torch.Tensor
+    """Of the (natural) log decay: `[N, R, C]` or `[N, R, C, K]`."""
+    S: torch.Tensor
+    """Of the state at the start of the chunk."""
+
+
+class ScalarDecay:
+    """One decay per value head and token (GDN). Query/key work is shared by the R value heads of a group.
+
+    Args:
+        kq: `[N, 2, C, K]`, k and the scaled q of N = batch * H heads.
+        g: `[N, R, C]`, natural log decays.
+
+    States are `[N, K, R, V]`.
+    """
+
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor) -> None:
+        self.kq = kq
+        g = (g * RCP_LN2).clamp_min_(FORGET)
+        coarse = (g / QUANTUM).round_().mul_(QUANTUM)
+        self.fine = (g - coarse).cumsum(-1)
+        self.coarse = coarse.cumsum(-1)
+        self.reading = exp2_(self.coarse + self.fine)
+        self.writing = exp2_((self.coarse[..., -1:] - self.coarse) + (self.fine[..., -1:] - self.fine))
+
+    @staticmethod
+    def load_state(state: torch.Tensor, heads: int) -> torch.Tensor:
+        """`[B, HV, K, V]` to a new tensor in this class's layout."""
+        B, HV, K, V = state.shape
+        grouped = state.unflatten(1, (heads, HV // heads)).transpose(2, 3)
+        return grouped.clone(memory_format=torch.contiguous_format).view(B * heads, K, HV // heads, V)
+
+    @staticmethod
+    def store_state(S: torch.Tensor, batch: int) -> torch.Tensor:
+        """The inverse of `load_state`, as a view where that is possible."""
+        N, K, R, V = S.shape
+        return S.view(batch, N // batch, K, R, V).transpose(2, 3).reshape(batch, -1, K, V)
+
+    def attend(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The products of a chunk with its keys and the state.
+
+        Returns:
+            `A [N*R, C, C]` (anything on and above the diagonal), `P [N*R, C, C]` (zero above it), `X [N*R, 2, C, V]`.
+        """
+        N, _, C, K = self.kq.shape
+        R, V = S.shape[2:]
+        kq = self.kq.view(N, 2 * C, K)
+        raw = torch.bmm(kq, S.view(N, K, R * V)).view(N, 2, C, R, V)
+        self.X = torch.mul(
+            raw.permute(0, 3, 1, 2, 4), self.reading[:, :, None, :, None], out=raw.new_empty(N, R, 2, C, V)
+        )
+        G = torch.bmm(kq, kq[:, :C].mT).view(N, 2, 1, C, C)
+        D = torch.sub(self.coarse[..., :, None], self.coarse[..., None, :])
+        D.add_(self.fine[..., :, None]).sub_(self.fine[..., None, :]).add_(_above(C, D.device, D.dtype))
+        self.D = exp2_(D)
+        self.A, self.P = G[:, 0] * D, G[:, 1] * D
+        return self.A.view(N * R, C, C), self.P.view(N * R, C, C), self.X.view(N * R, 2, C, V)
+
+    def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
+        """Update the state in place with u `[N*R, C, V]`."""
+        N, K, R, V = S.shape
+        S.mul_(self.reading[:, None, :, -1:])
+        S.view(N, K, R * V).baddbmm_(self.kq[:, 0].mT, self._weigh(u))
+
+    def _weigh(self, u: torch.Tensor) -> torch.Tensor:
+        """u times the decay that is left of it at the end of the chunk, heads of a group side by side."""
+        N, R, C = self.writing.shape
+        V = u.shape[-1]
+        weighed = u.new_empty(N, C, R, V)
+        torch.mul(u.view(N, R, C, V), self.writing[..., None], out=weighed.transpose(1, 2))
+        return weighed.view(N, C, R * V)
+
+    def write_backward(self, dS: torch.Tensor) -> torch.Tensor:
+        """The gradient of u `[N*R, C, V]`, given that of the new state."""
+        N, K, R, V = dS.shape
+        C = self.kq.shape[2]
+        du = torch.bmm(self.kq[:, 0], dS.view(N, K, R * V)).view(N, C, R, V)
+        du = torch.mul(du.transpose(1, 2), self.writing[..., None], out=du.new_empty(N, R, C, V))
+        return du.view(N * R, C, V)
+
+    def backward(
+        self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
+    ) -> Gradients:
+        """Gradients from those of A (strictly lower), P (lower), X and the new state; after `attend(S)`."""
+        N, _, C, K = self.kq.shape
+        R, V = S.shape[2:]
+        kq = self.kq.view(N, 2 * C, K)
+        dX, dA, dP = dX.view(N, R, 2, C, V), dA.view(N, R, C, C), dP.view(N, R, C, C)
+        weighed = self._weigh(u)
+        from_write = torch.bmm(weighed, dS.view(N, K, R * V).mT)
+
+        through_A, through_P = dA * self.A, dP * self.P
+        through = through_A + through_P
+        dc = through.sum(-1) - through.sum(-2) + (dX * self.X).sum((2, 4))
+        read_back = torch.bmm(self.kq[:, 0], dS.view(N, K, R * V)).mul_(weighed).view(N, C, R, V).sum(-1).mT
+        dc -= read_back
+        dc[..., -1] += read_back.sum(-1) + self.reading[..., -1] * (S * dS).sum((1, 3))
+        dg = dc.flip(-1).cumsum(-1).flip(-1)
+
+        dG = torch.stack(((dA * self.D).sum(1), (dP * self.D).sum(1)), dim=1).view(N, 2 * C, C)
+        raw = kq.new_empty(N, 2, C, R, V)
+        torch.mul(dX, self.reading[:, :, None, :, None], out=raw.permute(0, 3, 1, 2, 4))
+        raw = raw.view(N, 2 * C, R * V)
+        dkq = torch.bmm(dG, kq[:, :C]).baddbmm_(raw, S.view(N, K, R * V).mT).view(N, 2, C, K)
+        dkq[:, 0] += from_write.baddbmm_(dG.mT, kq)
+        dS = dS * self.reading[:, None, :, -1:]
+        dS.view(N, K, R * V).baddbmm_(kq.mT, raw)
+        return Gradients(dkq, dg, dS)
+
+
+class ReferencedDecay:
+    """One decay per key channel and token (KDA), every exponent taken from the middle of the chunk.
+
+    `D_ij = exp2(x_i) exp2(-x_j)` with x the log decay from the middle token: two factors that scale k and q once, so
+    that scores, read and write are plain products. It needs every |x| of the chunk within `REACH`; `LevelDecay` does
+    without.
+
+    Args:
+        kq: `[N, 2, C, K]`, as for `ScalarDecay`.
+        x: `[N, R, C + 1, K]`, from `referenced`.
+
+    States are `[N*R, K, V]`.
+    """
+
+    def __init__(self, kq: torch.Tensor, x: torch.Tensor) -> None:
+        N, R, rows, K = x.shape
+        C = rows - 1
+        self.shape = (N, R, C, K)
+        self.up = x[:, :, :C].exp2()
+        self.down = x[:, :, :C].neg().exp2_()
+        self.to_middle = exp2_(x[:, :, C].clone()).view(N * R, K, 1)
+        self.to_end = self.up[:, :, -1].reshape(N * R, K, 1)
+        self.rows = torch.mul(kq[:, None], self.up[:, :, None]).view(N * R, 2 * C, K)
+        self.cols = torch.mul(kq[:, None, 0], self.down).view(N * R, C, K)
+
+    @staticmethod
+    def load_state(state: torch.Tensor, heads: int) -> torch.Tensor:
+        """`[B, HV, K, V]` to a new tensor in this class's layout."""
+        return state.clone(memory_format=torch.contiguous_format).view(-1, *state.shape[2:])
+
+    @staticmethod
+    def store_state(S: torch.Tensor, batch: int) -> torch.Tensor:
+        """The inverse of `load_state`, as a view."""
+        return S.view(batch, -1, *S.shape[1:])
+
+    def attend(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `ScalarDecay.attend`."""
+        N, R, C, _ = self.shape
+        self.S = S * self.to_middle
+        X = torch.bmm(self.rows, self.S).view(N * R, 2, C, -1)
+        AP = torch.bmm(self.rows, self.cols.mT).view(N * R, 2, C, C)
+        return AP[:, 0], AP[:, 1].tril_(), X
+
+    def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
+        """Update the state in place with u `[N*R, C, V]`."""
+        torch.baddbmm(self.S, self.cols.mT, u, out=S)
+        S.mul_(self.to_end)
+
+    def write_backward(self, dS: torch.Tensor) -> torch.Tensor:
+        """The gradient of u `[N*R, C, V]`, given that of the new state."""
+        return torch.bmm(self.cols, dS * self.to_end)
+
+    def backward(
+        self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
+    ) -> Gradients:
+        """As `ScalarDecay.backward`."""
+        N, R, C, K = self.shape
+        dG = torch.cat((dA, dP), dim=1)
+        dX = dX.reshape(N * R, 2 * C, -1)
+        dS = dS * self.to_end
+        from_write = torch.bmm(u, dS.mT)
+        d_end = (from_write * self.cols).sum(1) + (dS * self.S).sum(-1)
+        drows = torch.bmm(dG, self.cols).baddbmm_(dX, self.S.mT)
+        dcols = from_write.baddbmm_(dG.mT, self.rows)
+        dS.baddbmm_(self.rows.mT, dX)
+
+        dx = (drows * self.rows).view(N * R, 2, C, K).sum(1)
+        dx -= dcols * self.cols
+        dx[:, -1] += d_end
+        dx = torch.cat((dx, (dS * self.S).sum(-1)[:, None]), dim=1)
+        dg = torch.matmul(_from_middle(C, dx.device, dx.dtype).mT, dx).view(N, R, C, K)
+
+        dkq = (drows.view(N, R, 2, C, K) * self.up[:, :, None]).sum(1)
+        dkq[:, 0] += (dcols.view(N, R, C, K) * self.down).sum(1)
+        return Gradients(dkq, dg, dS.mul_(self.to_middle))
+
+
+class LevelDecay:
+    """One decay per key channel and token (KDA), for decays of any strength.
+
+    The lower triangle of the scores is cut into squares that touch the diagonal with one corner: C/2 wide, twice C/4
+    wide, four times C/8 wide, and so on. Within a square every exponent is taken from the token where its rows begin:
+    `D_ij = exp2(after_i) exp2(before_j)`, both at most 1 for log decays at most 0, so that nothing can overflow however
+    strong the decays are. Sums from one square to the next larger ones are built by adding, never by subtracting, so
+    that they are as exact as a short sum of the decays themselves.
+
+    Args:
+        kq: `[N, 2, C, K]`, as for `ScalarDecay`.
+        g: `[N, R, C, K]`, binary log decays.
+
+    States are `[N*R, K, V]`.
+    """
+
+    load_state = staticmethod(ReferencedDecay.load_state)
+    store_state = staticmethod(ReferencedDecay.store_state)
+
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor) -> None:
+        N, R, C, K = g.shape
+        self.shape = (N, R, C, K)
+        padded = (1 << (C - 1).bit_length()) - C
+        self.size = C + padded
+        self.kq = F.pad(kq, (0, 0, 0, padded))[:, None].expand(N, R, 2, C + padded, K).reshape(N * R, 2, -1, K)
+        after = F.pad(g, (0, 0, 0, padded)).view(N * R, C + padded, K).clone()
+        before = torch.zeros_like(after)
+        self.levels = []
+        width = 1
+        while width < self.size:
+            self.levels.append(self._square(after, before, width))
+            halves = (N * R, -1, 2, width, K)
+            after_, before_ = after.view(halves), before.view(halves)
+            first, second = after_[:, :, 0, -1:].clone(), after_[:, :, 1, -1:].clone()
+            before_[:, :, 0] += second
+            after_[:, :, 1] += first
+            width *= 2
+        self.reading, self.writing = exp2_(after), exp2_(before)
+        self.total = self.reading[:, C - 1, :, None]
+        self.rows = (self.kq * self.reading[:, None]).view(N * R, 2 * self.size, K)
+        self.cols = self.kq[:, 0] * self.writing
+
+    def _square(self, after: torch.Tensor, before: torch.Tensor, width: int) -> "_Square":
+        """The factors of all squares of one width, from the log decays since and until their corner."""
+        M, _, S, K = self.kq.shape
+        n = S // (2 * width)
+        up = exp2_(after.view(M, n, 2, width, K)[:, :, 1].clone())
+        down = exp2_(before.view(M, n, 2, width, K)[:, :, 0].clone())
+        kq = self.kq.view(M, 2, n, 2, width, K)
+        rows = torch.mul(kq[:, :, :, 1].transpose(1, 2), up[:, :, None], out=up.new_empty(M, n, 2, width, K))
+        cols = torch.mul(kq[:, 0, :, 0], down)
+        return _Square(up, down, rows.view(M * n, 2 * width, K), cols.reshape(M * n, width, K))
+
+    def _squares_of(self, AP: torch.Tensor, width: int) -> torch.Tensor:
+        """All squares of one width in `[M, 2, size, size]`, as a view `[M, 2, width, width, n]`."""
+        M, _, S, _ = AP.shape
+        blocks = AP.view(M, 2, S // (2 * width), 2, width, S // (2 * width), 2, width)
+        return blocks.diagonal(dim1=2, dim2=5)[:, :, 1, :, 0]
+
+    def attend(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `ScalarDecay.attend`."""
+        N, R, C, _ = self.shape
+        M = N * R
+        AP = S.new_zeros(M, 2, self.size, self.size)
+        AP[:, 1].diagonal(dim1=-2, dim2=-1).copy_((self.kq[:, 0] * self.kq[:, 1]).sum(-1))
+        width = 1
+        for level in self.levels:
+            square = torch.bmm(level.rows, level.cols.mT).view(M, -1, 2, width, width)
+            self._squares_of(AP, width).copy_(square.permute(0, 2, 3, 4, 1))
+            width *= 2
+        X = torch.bmm(self.rows, S).view(M, 2, self.size, -1)[:, :, :C]
+        return AP[:, 0, :C, :C], AP[:, 1, :C, :C], X
+
+    def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
+        """Update the state in place with u `[N*R, C, V]`."""
+        S.mul_(self.total).baddbmm_(self.cols[:, : u.shape[1]].mT, u)
+
+    def write_backward(self, dS: torch.Tensor) -> torch.Tensor:
+        """The gradient of u `[N*R, C, V]`, given that of the new state."""
+        return torch.bmm(self.cols[:, : self.shape[2]], dS)
+
+    def backward(
+        self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
+    ) -> Gradients:
+        """As `ScalarDecay.backward`."""
+        N, R, C, K = self.shape
+        M, padded = N * R, self.size - C
+        dX = F.pad(dX, (0, 0, 0, padded)).reshape(M, 2 * self.size, -1)
+        dAP = F.pad(torch.stack((dA, dP), dim=1), (0, padded, 0, padded))
+
+        drows = torch.bmm(dX, S.mT)
+        dcols = torch.bmm(F.pad(u, (0, 0, 0, padded)), dS.mT)
+        d_after = (drows * self.rows).view(M, 2, -1, K).sum(1)
+        d_after[:, C - 1] += self.total[..., 0] * (S * dS).sum(-1)
+        d_before = dcols * self.cols
+        dkq = drows.view(M, 2, -1, K) * self.reading[:, None]
+        dkq[:, 0] += dcols.mul_(self.writing)
+        diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]
+        dkq[:, 0, :C] += diagonal * self.kq[:, 1, :C]
+        dkq[:, 1, :C] += diagonal * self.kq[:, 0, :C]
+
+        width = self.size // 2
+        for level in reversed(self.levels):
+            halves = (M, -1, 2, width, K)
+            after_, before_, kq_ = d_after.view(halves), d_before.view(halves), dkq.view(M, 2, -1, 2, width, K)
+            # The sums that grew from this level to the next one.
+            after_[:, :, 0, -1] += after_[:, :, 1].sum(-2)
+            after_[:, :, 1, -1] += before_[:, :, 0].sum(-2)
+            square = self._squares_of(dAP, width).permute(0, 4, 1, 2, 3).reshape(-1, 2 * width, width)
+            drows = torch.bmm(square, level.cols)
+            dcols = torch.bmm(square.mT, level.rows)
+            after_[:, :, 1] += (drows * level.rows).view(M, -1, 2, width, K).sum(2)
+            before_[:, :, 0] += (dcols * level.cols).view(M, -1, width, K)
+            kq_[:, :, :, 1] += (drows.view(M, -1, 2, width, K) * level.up[:, :, None]).transpose(1, 2)
+            kq_[:, 0, :, 0] += dcols.view(M, -1, width, K) * level.down
+            width //= 2
+
+        dS = (dS * self.total).baddbmm_(self.rows.mT, dX)
+        dkq = dkq[:, :, :C].reshape(N, R, 2, C, K).sum(1)
+        return Gradients(dkq, d_after[:, :C].reshape(N, R, C, K), dS)
+
+
+class _Square(NamedTuple):
+    """The squares of one width: decays `[M, n, width, K]` and the scaled rows (k above q) and columns."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    rows: torch.Tensor
+    cols: torch.Tensor
+
+
+def channel_decay(kq: torch.Tensor, g: torch.Tensor) -> ReferencedDecay | LevelDecay:
+    """The cheapest way that is safe for these decays.
+
+    Args:
+        kq: `[N, 2, C, K]`.
+        g: `[N, R, C, K]`, natural log decays.
+    """
+    g = (g * RCP_LN2).clamp_min_(FORGET)
+    if g.device.type == "cpu":
+        # Looking at the values is free here; on a device it would stall the queue once per chunk.
+        C = g.shape[2]
+        x = torch.matmul(_from_middle(C, g.device, g.dtype), g)
+        low, high = torch.aminmax(x[:, :, :C])
+        if low.item() >= -REACH and high.item() <= REACH:
+            return ReferencedDecay(kq, x)
+    return LevelDecay(kq, g)
+
+
+@lru_cache(maxsize=64)
+def _from_middle(C: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """`[C + 1, C]`: maps log decays to their sums from the middle token to each token; last row: up to the middle."""
+    i, j = torch.arange(C, device=device)[:, None], torch.arange(C, device=device)
+    middle = (C - 1) // 2
+    forward = (j > middle) & (j <= i)
+    backward = (j <= middle) & (j > i)
+    return torch.cat((forward.to(dtype) - backward.to(dtype), (j <= middle).to(dtype)[None]))
+
+
+@lru_cache(maxsize=64)
+def _above(C: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """`[C, C]`: -inf above the diagonal, 0 elsewhere."""
+    return torch.full((C, C), float("-inf"), device=device, dtype=dtype).triu_(1)
