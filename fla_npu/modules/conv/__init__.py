@@ -1,0 +1,12 @@
+"""Older path of `fla_npu.modules.causal_conv1d`."""
+
+# Loaded first: a submodule binds its name in its package, and `conv.causal_conv1d` must stay the function.
+import fla_npu.modules.conv.causal_conv1d  # noqa: F401
+from fla_npu.modules.causal_conv1d.ops import (
+    ShortConvolution,
+    causal_conv1d,
+    causal_conv1d_update,
+    causal_conv1d_update_states,
+)
+
+__all__ = ["ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_conv1d_update_states"]
