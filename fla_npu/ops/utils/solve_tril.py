@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
 from fla_npu.ops.checks import sequence_bounds
+from fla_npu.ops.common.solve import solve_unit_lower
 
 
 def solve_tril(
@@ -46,5 +47,5 @@ def _inverses(A: torch.Tensor) -> torch.Tensor:
     padded = F.pad(wide, (0, 0, 0, 0, 0, -length % size))
     chunks = padded.reshape(A.shape[0], -1, size, A.shape[2], size).transpose(2, 3)  # [B, NT, H, C, C]
     unit = torch.eye(size, dtype=wide.dtype, device=A.device).expand(chunks.shape)
-    inverse = torch.linalg.solve_triangular(chunks, unit, upper=False, unitriangular=True)
+    inverse = solve_unit_lower(chunks.flatten(0, 2), unit.flatten(0, 2)).view(chunks.shape)
     return inverse.transpose(2, 3).flatten(1, 2)[:, :length]
