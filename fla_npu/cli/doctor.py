@@ -18,8 +18,6 @@ PACKAGES = {
 }
 """Name shown -> distributions that may provide it."""
 
-OPS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda", "fused_recurrent_kda")
-
 NO_DEVICE_USED = (
     "fla_npu has not been run on an Ascend device yet. What it says about NPUs comes from the torch_npu and Triton "
     "interfaces, not from a measurement."
@@ -40,7 +38,7 @@ def doctor(as_json: bool) -> None:
     click.echo(f"device\n  {findings['device']}")
     click.echo("ops")
     for name, choice in findings["ops"].items():
-        click.echo(f"  {name:<34}{choice['implementation']:<10}{choice['reason']}")
+        click.echo(f"  {name:<26}{choice['implementation']:<10}{choice['reason']}")
     click.echo("for an NPU")
     for line in findings["missing_for_npu"] or ["nothing is missing"]:
         click.echo(f"  {line}")
@@ -50,7 +48,7 @@ def doctor(as_json: bool) -> None:
 def examine() -> dict[str, Any]:
     """The findings, as `--json` prints them."""
     from fla_npu import __version__
-    from fla_npu.ops.dispatch import explain
+    from fla_npu.ops.dispatch import OPS, explain
 
     device = _device()
     installed: dict[str, str | None] = {"fla_npu": __version__, "python": platform.python_version()}
