@@ -65,8 +65,8 @@ class Implementation:
     modes: tuple[str, ...] = MODES
     checked: bool = True
     """Its result is the op's, so the gate compares it (the GEMM row computes nothing)."""
-    linear_memory: bool = True
-    """Peak memory is worth a row of its own."""
+    memory_row: bool = True
+    """Its peak memory is measured along T."""
 
     def supports(self, case: Case) -> bool:
         return case.op in self.ops and case.mode in self.modes
@@ -87,7 +87,13 @@ IMPLEMENTATIONS = (
     Implementation("hf_chunk", "transformers, chunked", "benchmarks.peers.hf:chunk", "transformers", modes=PREFILL),
     Implementation("hf_recurrent", "transformers, token loop", "benchmarks.peers.hf:recurrent", "transformers"),
     Implementation("fla_naive_chunk", "FLA naive, chunked", "benchmarks.peers.fla:chunk", "fla-core", modes=PREFILL),
-    Implementation("fla_naive_recurrent", "FLA naive, token loop", "benchmarks.peers.fla:recurrent", "fla-core"),
+    Implementation(
+        "fla_naive_recurrent",
+        "FLA naive, token loop",
+        "benchmarks.peers.fla:recurrent",
+        "fla-core",
+        memory_row=False,
+    ),
     Implementation(
         "ggml", "ggml GATED_DELTA_NET", "benchmarks.peers.ggml:prepare", "ggml-python", modes=("forward", "decode")
     ),
@@ -98,7 +104,7 @@ IMPLEMENTATIONS = (
         None,
         modes=PREFILL,
         checked=False,
-        linear_memory=False,
+        memory_row=False,
     ),
 )
 BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}

@@ -192,7 +192,7 @@ def measure_memory(
     plan: list[Case], names: tuple[str, ...], threads: int, limits: rows.Limits, results: Results
 ) -> None:
     done = []
-    points = [(case, one) for case in plan for one in implementations(case, names) if one.checked]
+    points = [(case, one) for case in plan for one in implementations(case, names) if one.memory_row]
     with tqdm(points, desc="memory", unit="row", file=sys.stderr) as progress:
         for case, implementation in progress:
             name = implementation.name

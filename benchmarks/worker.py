@@ -34,7 +34,7 @@ class Running:
     spent: float = 0.0
 
     def wants_more(self, limits: Limits) -> bool:
-        if self.first.seconds > limits.seconds or len(self.samples) >= limits.rounds:
+        if self.first.seconds >= limits.once or len(self.samples) >= limits.rounds:
             return False
         return len(self.samples) < limits.min_samples or self.spent < limits.budget
 

@@ -161,6 +161,11 @@ def test_summary_of_saved_rows(tmp_path):
     assert all(line.endswith(" |") for line in lines)
 
 
+def test_reasons_name_no_folders():
+    reason = rows.row(SMALL, "ggml", 1, rows.FAILED, "no 'x' (/home/me/lib/y.py), 3 GB/s, /z")["reason"]
+    assert reason == "no 'x' (y.py), 3 GB/s, /z"
+
+
 def test_summary_without_rows():
     empty = rows.load(Path("nowhere.json"))
     assert "No run yet" in report.summary(empty, empty)
