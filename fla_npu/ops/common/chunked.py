@@ -4,12 +4,11 @@ For any device that PyTorch runs on: the path of CPUs, and of NPUs that Triton d
 it needs one state and the working memory of one chunk, whatever T is.
 """
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import torch
 
-from fla_npu.ops.common.prepare import Loader, Run, number_of_sequences, runs, working_dtype
+from fla_npu.ops.common.prepare import Chunk, Loader, Run, number_of_sequences, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, channel_decay
 from fla_npu.ops.common.step import decode_step
@@ -55,20 +54,20 @@ def _walk(
 ) -> torch.Tensor:
     """Forward over one run; returns its final states, K-first."""
     count = loader.run.count
-    HV, V = o.shape[2:]
+    HV = o.shape[2]
     S = state_kind(loader.options).load_state(S0, loader.heads)
     for tokens in chunks(loader.run, loader.options):
         chunk = loader.load(tokens)
-        decay = make_decay(loader.options, chunk.kq, chunk.g)
+        decay = make_decay(loader, chunk)
         if between is not None:
             between.put(loader.run, tokens, decay.store_state(S, count))
         if kept is not None:
             kept.append(S.clone())
-        A, P, X = decay.attend(S)
-        b = torch.sub(chunk.v, X[:, 0]).mul_(chunk.beta)
-        u = solve_unit_lower(A * chunk.beta, b)
-        O = torch.baddbmm(X[:, 1], P, u)
-        o[:, tokens].copy_(O.view(count, HV, -1, V).transpose(1, 2))
+        A, P, X = decay.attend_(S)
+        u = solve(loader, chunk, A, X)
+        within = torch.bmm(P, u, out=loader.workspace.take("within", *u.shape))
+        heads_first = (x.unflatten(0, (count, HV)).transpose(1, 2) for x in (X[:, 1], within))
+        torch.add(*heads_first, out=o[:, tokens])
         decay.write_(S, u)
     return state_kind(loader.options).store_state(S, count)
 
@@ -78,10 +77,18 @@ def state_kind(options: Options) -> type[ScalarDecay] | type[ReferencedDecay]:
     return ReferencedDecay if options.decay == "channel" else ScalarDecay
 
 
-def make_decay(options: Options, kq: torch.Tensor, g: torch.Tensor) -> Decay:
+def make_decay(loader: Loader, chunk: Chunk) -> Decay:
     """The decay of one chunk."""
-    build: Callable[[torch.Tensor, torch.Tensor], Decay] = channel_decay if options.decay == "channel" else ScalarDecay
-    return build(kq, g)
+    build = channel_decay if loader.options.decay == "channel" else ScalarDecay
+    return build(chunk.kq, chunk.g, loader.workspace)
+
+
+def solve(loader: Loader, chunk: Chunk, A: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+    """u `[N*R, C, V]` of one chunk, given `Decay.attend`'s A and X."""
+    take = loader.workspace.take
+    b = torch.sub(chunk.v, X[:, 0], out=take("b", *X[:, 0].shape)).mul_(chunk.beta)
+    T = torch.mul(A, chunk.beta, out=take("T", *A.shape))
+    return solve_unit_lower(T, b, out=take("u", *b.shape))
 
 
 def chunks(run: Run, options: Options) -> list[slice]:

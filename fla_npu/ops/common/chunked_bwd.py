@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fla_npu.ops.common.chunked import chunks, initial_states, make_decay, state_kind
+from fla_npu.ops.common.chunked import chunks, initial_states, make_decay, solve, state_kind
 from fla_npu.ops.common.prepare import Loader, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Problem, Tensors
@@ -55,7 +55,7 @@ def chunked_backward(
         if states is None:
             before = _states_before(loader, initial_states(problem, run), steps)
         else:
-            before = [next(states) for _ in steps]
+            before = [next(states).clone() for _ in steps]
         dS = torch.zeros_like(before[0])
         if d_final is not None:
             d_run = run.states_of(d_final)
@@ -82,10 +82,9 @@ def _states_before(loader: Loader, S0: torch.Tensor, steps: list[slice]) -> list
     states = [S.clone()]
     for tokens in steps[:-1]:
         chunk = loader.load(tokens)
-        decay = make_decay(loader.options, chunk.kq, chunk.g)
-        A, _, X = decay.attend(S)
-        b = torch.sub(chunk.v, X[:, 0]).mul_(chunk.beta)
-        decay.write_(S, solve_unit_lower(A * chunk.beta, b))
+        decay = make_decay(loader, chunk)
+        A, _, X = decay.attend_(S)
+        decay.write_(S, solve(loader, chunk, A, X))
         states.append(S.clone())
     return states
 
@@ -95,8 +94,8 @@ def _chunk_backward(
 ) -> torch.Tensor:
     """Store the gradients of one chunk; returns that of the state before it."""
     chunk = loader.load(tokens)
-    decay = make_decay(loader.options, chunk.kq, chunk.g)
-    A, P, X = decay.attend(S)
+    decay = make_decay(loader, chunk)
+    A, P, X = decay.attend_(S)
     w = torch.sub(chunk.v, X[:, 0])
     T = A * chunk.beta
     u = solve_unit_lower(T, w * chunk.beta)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from fla_npu.ops.common.gate import gate_backward, gate_forward
+from fla_npu.ops.common.workspace import Workspace
 from fla_npu.ops.problem import Options, Problem, Tensors
+from fla_npu.ops.utils.constant import RCP_LN2
 
 L2NORM_EPS = 1e-6
 
@@ -84,7 +86,7 @@ class Chunk(NamedTuple):
     v: torch.Tensor
     """`[N*R, C, V]`, possibly strided and of the input's dtype."""
     g: torch.Tensor
-    """`[N, R, C]` or `[N, R, C, K]`: natural log decay."""
+    """`[N, R, C]` or `[N, R, C, K]`: binary log decay."""
     beta: torch.Tensor
     """`[N*R, C, 1]`, or `[N*R, C, V]` for one per value channel."""
     inverse_norm: torch.Tensor | None
@@ -107,6 +109,7 @@ class Loader:
         self.beta = run.of(tensors.beta)
         self.g = None if tensors.g is None else run.of(tensors.g)
         self.dtype = working_dtype(tensors.q)
+        self.workspace = Workspace(tensors.q, self.dtype)
         self.heads, self.key_dim = self.q.shape[2:]
         self.value_heads = self.v.shape[2]
         # [HV] and [HV*K] parameters, shaped to broadcast over [count, C, HV(, K)].
@@ -117,10 +120,10 @@ class Loader:
 
     def load(self, tokens: slice) -> Chunk:
         """One chunk."""
-        options, dtype = self.options, self.dtype
+        options = self.options
         k = self.k[:, tokens].transpose(1, 2)
         n, H, C, K = k.shape
-        kq = torch.empty(n, H, 2, C, K, dtype=dtype, device=k.device)
+        kq = self.workspace.take("kq", n, H, 2, C, K)
         kq[:, :, 0].copy_(k)
         kq[:, :, 1].copy_(self.q[:, tokens].transpose(1, 2))
         inverse_norm = None
@@ -135,7 +138,7 @@ class Loader:
         return Chunk(
             kq=kq.view(n * H, 2, C, K),
             v=v.reshape(n * self.value_heads, C, -1),
-            g=self._decay(tokens).transpose(1, 2).reshape(n * H, R, C, *self.g_tail),
+            g=self._binary_decay(tokens).view(n * H, R, C, *self.g_tail),
             beta=self._beta(tokens).transpose(1, 2).reshape(n * self.value_heads, C, -1),
             inverse_norm=inverse_norm,
         )
@@ -144,15 +147,16 @@ class Loader:
     def g_tail(self) -> Sequence[int]:
         return (self.key_dim,) if self.options.decay == "channel" else ()
 
-    def _decay(self, tokens: slice) -> torch.Tensor:
-        """Natural log decay `[count, C, HV(, K)]`."""
+    def _binary_decay(self, tokens: slice) -> torch.Tensor:
+        """Binary log decay `[count, HV, C(, K)]`."""
+        n, C, HV = self.beta[:, tokens].shape[:3]
+        out = self.workspace.take("g", n, HV, C, *self.g_tail)
         if self.g is None:
-            v = self.v[:, tokens]
-            return torch.zeros(v.shape[:3], dtype=self.dtype, device=v.device)
-        g = self.g[:, tokens].to(self.dtype)
-        if self.options.gate == "none":
-            return g
-        return gate_forward(g, self.a, self.bias, self.options.gate, self.options.lower_bound)
+            return out.zero_()
+        g = self.g[:, tokens]
+        if self.options.gate != "none":
+            g = gate_forward(g.to(self.dtype), self.a, self.bias, self.options.gate, self.options.lower_bound)
+        return torch.mul(g.transpose(1, 2), RCP_LN2, out=out)
 
     def _beta(self, tokens: slice) -> torch.Tensor:
         beta = self.beta[:, tokens].to(self.dtype)

@@ -8,13 +8,16 @@ precision (`tests/ops/test_solve.py` shows it).
 import torch
 
 
-def solve_unit_lower(A: torch.Tensor, b: torch.Tensor, *, transpose: bool = False) -> torch.Tensor:
+def solve_unit_lower(
+    A: torch.Tensor, b: torch.Tensor, *, transpose: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Solve `(I + strict_lower(A)) x = b`, or its transpose.
 
     Args:
         A: `[N, C, C]`; only the part below the diagonal is read, the rest may hold anything.
         b: `[N, C, V]`.
         transpose: solve `(I + strict_lower(A))^T x = b`.
+        out: memory for x, where that helps; contiguous.
 
     Returns:
         x `[N, C, V]`.
@@ -22,7 +25,12 @@ def solve_unit_lower(A: torch.Tensor, b: torch.Tensor, *, transpose: bool = Fals
     if A.device.type == "cpu":
         # Transposed and from the right: LAPACK then works on row-major memory without a copy, 2.8 times faster here.
         x = torch.linalg.solve_triangular(
-            A if transpose else A.mT, b.mT, upper=not transpose, left=False, unitriangular=True
+            A if transpose else A.mT,
+            b.mT,
+            upper=not transpose,
+            left=False,
+            unitriangular=True,
+            out=None if out is None else out.mT,
         )
         return x.mT
     return blocked_solve(A, b, transpose=transpose)

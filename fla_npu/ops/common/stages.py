@@ -23,11 +23,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fla_npu.ops.utils.constant import RCP_LN2
+from fla_npu.ops.common.workspace import Workspace
 
 # Decays below 2^-100 count as zero: that is 1e23 times below the rounding of what they are added to, and their
-# products with keys would be denormal numbers, which slow a matrix product down 200 times.
+# products with keys would be denormal numbers, which slow a matrix product down 200 times. Where two factors make up a
+# decay, each has half of that.
 NEGLIGIBLE = -100.0
+NEGLIGIBLE_FACTOR = NEGLIGIBLE / 2
 
 # The smallest log decay of one token. It stands for "forget everything", and unlike -inf it can be subtracted.
 FORGET = -1024.0
@@ -42,9 +44,9 @@ QUANTUM = 2.0**-8
 REACH = 60.0
 
 
-def exp2_(x: torch.Tensor) -> torch.Tensor:
-    """`2^x` in place, exactly zero below `2^NEGLIGIBLE`."""
-    return torch.threshold_(x, NEGLIGIBLE, float("-inf")).exp2_()
+def exp2_(x: torch.Tensor, negligible: float = NEGLIGIBLE) -> torch.Tensor:
+    """`2^x` in place, exactly zero below `2^negligible`."""
+    return torch.threshold_(x, negligible, float("-inf")).exp2_()
 
 
 class Gradients(NamedTuple):
@@ -63,14 +65,15 @@ class ScalarDecay:
 
     Args:
         kq: `[N, 2, C, K]`, k and the scaled q of N = batch * H heads.
-        g: `[N, R, C]`, natural log decays.
+        g: `[N, R, C]`, binary log decays.
+        workspace: where results of its methods lie until the next chunk.
 
     States are `[N, K, R, V]`.
     """
 
-    def __init__(self, kq: torch.Tensor, g: torch.Tensor) -> None:
-        self.kq = kq
-        g = (g * RCP_LN2).clamp_min_(FORGET)
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
+        self.kq, self.take = kq, workspace.take
+        g = g.clamp_min(FORGET)
         coarse = (g / QUANTUM).round_().mul_(QUANTUM)
         self.fine = (g - coarse).cumsum(-1)
         self.coarse = coarse.cumsum(-1)
@@ -90,8 +93,10 @@ class ScalarDecay:
         N, K, R, V = S.shape
         return S.view(batch, N // batch, K, R, V).transpose(2, 3).reshape(batch, -1, K, V)
 
-    def attend(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attend_(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The products of a chunk with its keys and the state.
+
+        S may be rescaled in place; it is only good for the methods below afterwards, and whole again after `write_`.
 
         Returns:
             `A [N*R, C, C]` (anything on and above the diagonal), `P [N*R, C, C]` (zero above it), `X [N*R, 2, C, V]`.
@@ -99,15 +104,16 @@ class ScalarDecay:
         N, _, C, K = self.kq.shape
         R, V = S.shape[2:]
         kq = self.kq.view(N, 2 * C, K)
-        raw = torch.bmm(kq, S.view(N, K, R * V)).view(N, 2, C, R, V)
+        raw = torch.bmm(kq, S.view(N, K, R * V), out=self.take("raw", N, 2 * C, R * V)).view(N, 2, C, R, V)
         self.X = torch.mul(
-            raw.permute(0, 3, 1, 2, 4), self.reading[:, :, None, :, None], out=raw.new_empty(N, R, 2, C, V)
+            raw.permute(0, 3, 1, 2, 4), self.reading[:, :, None, :, None], out=self.take("X", N, R, 2, C, V)
         )
-        G = torch.bmm(kq, kq[:, :C].mT).view(N, 2, 1, C, C)
-        D = torch.sub(self.coarse[..., :, None], self.coarse[..., None, :])
+        G = torch.bmm(kq, kq[:, :C].mT, out=self.take("G", N, 2 * C, C)).view(N, 2, 1, C, C)
+        D = torch.sub(self.coarse[..., :, None], self.coarse[..., None, :], out=self.take("D", N, R, C, C))
         D.add_(self.fine[..., :, None]).sub_(self.fine[..., None, :]).add_(_above(C, D.device, D.dtype))
         self.D = exp2_(D)
-        self.A, self.P = G[:, 0] * D, G[:, 1] * D
+        self.A = torch.mul(G[:, 0], D, out=self.take("A", N, R, C, C))
+        self.P = torch.mul(G[:, 1], D, out=self.take("P", N, R, C, C))
         return self.A.view(N * R, C, C), self.P.view(N * R, C, C), self.X.view(N * R, 2, C, V)
 
     def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
@@ -120,7 +126,7 @@ class ScalarDecay:
         """u times the decay that is left of it at the end of the chunk, heads of a group side by side."""
         N, R, C = self.writing.shape
         V = u.shape[-1]
-        weighed = u.new_empty(N, C, R, V)
+        weighed = self.take("weighed", N, C, R, V)
         torch.mul(u.view(N, R, C, V), self.writing[..., None], out=weighed.transpose(1, 2))
         return weighed.view(N, C, R * V)
 
@@ -135,7 +141,7 @@ class ScalarDecay:
     def backward(
         self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
     ) -> Gradients:
-        """Gradients from those of A (strictly lower), P (lower), X and the new state; after `attend(S)`."""
+        """Gradients from those of A (strictly lower), P (lower), X and the new state; after `attend_(S)`."""
         N, _, C, K = self.kq.shape
         R, V = S.shape[2:]
         kq = self.kq.view(N, 2 * C, K)
@@ -166,26 +172,28 @@ class ReferencedDecay:
     """One decay per key channel and token (KDA), every exponent taken from the middle of the chunk.
 
     `D_ij = exp2(x_i) exp2(-x_j)` with x the log decay from the middle token: two factors that scale k and q once, so
-    that scores, read and write are plain products. It needs every |x| of the chunk within `REACH`; `LevelDecay` does
+    that scores, read and write are plain products. It needs every |x| within `REACH`; `LevelDecay` does
     without.
 
     Args:
         kq: `[N, 2, C, K]`, as for `ScalarDecay`.
-        x: `[N, R, C + 1, K]`, from `referenced`.
+        x: `[N, R, C + 1, K]`, log decays from the middle of the chunk; last those from its start to the middle.
+        workspace: where results of its methods lie until the next chunk.
 
     States are `[N*R, K, V]`.
     """
 
-    def __init__(self, kq: torch.Tensor, x: torch.Tensor) -> None:
-        N, R, rows, K = x.shape
-        C = rows - 1
+    def __init__(self, kq: torch.Tensor, x: torch.Tensor, workspace: Workspace) -> None:
+        self.take = workspace.take
+        N, R, C, K = x.shape[0], x.shape[1], x.shape[2] - 1, x.shape[3]
         self.shape = (N, R, C, K)
-        self.up = x[:, :, :C].exp2()
-        self.down = x[:, :, :C].neg().exp2_()
+        self.up = torch.exp2(x[:, :, :C], out=self.take("up", N, R, C, K))
+        self.down = torch.reciprocal(self.up, out=self.take("down", N, R, C, K))
         self.to_middle = exp2_(x[:, :, C].clone()).view(N * R, K, 1)
         self.to_end = self.up[:, :, -1].reshape(N * R, K, 1)
-        self.rows = torch.mul(kq[:, None], self.up[:, :, None]).view(N * R, 2 * C, K)
-        self.cols = torch.mul(kq[:, None, 0], self.down).view(N * R, C, K)
+        rows = torch.mul(kq[:, None], self.up[:, :, None], out=self.take("rows", N, R, 2, C, K))
+        self.rows = rows.view(N * R, 2 * C, K)
+        self.cols = torch.mul(kq[:, None, 0], self.down, out=self.take("cols", N, R, C, K)).view(N * R, C, K)
 
     @staticmethod
     def load_state(state: torch.Tensor, heads: int) -> torch.Tensor:
@@ -197,18 +205,18 @@ class ReferencedDecay:
         """The inverse of `load_state`, as a view."""
         return S.view(batch, -1, *S.shape[1:])
 
-    def attend(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `ScalarDecay.attend`."""
+    def attend_(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `ScalarDecay.attend_`."""
         N, R, C, _ = self.shape
-        self.S = S * self.to_middle
-        X = torch.bmm(self.rows, self.S).view(N * R, 2, C, -1)
-        AP = torch.bmm(self.rows, self.cols.mT).view(N * R, 2, C, C)
+        M, V = N * R, S.shape[-1]
+        S.mul_(self.to_middle)
+        X = torch.bmm(self.rows, S, out=self.take("X", M, 2 * C, V)).view(M, 2, C, V)
+        AP = torch.bmm(self.rows, self.cols.mT, out=self.take("AP", M, 2 * C, C)).view(M, 2, C, C)
         return AP[:, 0], AP[:, 1].tril_(), X
 
     def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
         """Update the state in place with u `[N*R, C, V]`."""
-        torch.baddbmm(self.S, self.cols.mT, u, out=S)
-        S.mul_(self.to_end)
+        S.baddbmm_(self.cols.mT, u).mul_(self.to_end)
 
     def write_backward(self, dS: torch.Tensor) -> torch.Tensor:
         """The gradient of u `[N*R, C, V]`, given that of the new state."""
@@ -223,15 +231,15 @@ class ReferencedDecay:
         dX = dX.reshape(N * R, 2 * C, -1)
         dS = dS * self.to_end
         from_write = torch.bmm(u, dS.mT)
-        d_end = (from_write * self.cols).sum(1) + (dS * self.S).sum(-1)
-        drows = torch.bmm(dG, self.cols).baddbmm_(dX, self.S.mT)
+        d_end = (from_write * self.cols).sum(1) + (dS * S).sum(-1)
+        drows = torch.bmm(dG, self.cols).baddbmm_(dX, S.mT)
         dcols = from_write.baddbmm_(dG.mT, self.rows)
         dS.baddbmm_(self.rows.mT, dX)
 
         dx = (drows * self.rows).view(N * R, 2, C, K).sum(1)
         dx -= dcols * self.cols
         dx[:, -1] += d_end
-        dx = torch.cat((dx, (dS * self.S).sum(-1)[:, None]), dim=1)
+        dx = torch.cat((dx, (dS * S).sum(-1)[:, None]), dim=1)
         dg = torch.matmul(_from_middle(C, dx.device, dx.dtype).mT, dx).view(N, R, C, K)
 
         dkq = (drows.view(N, R, 2, C, K) * self.up[:, :, None]).sum(1)
@@ -251,6 +259,7 @@ class LevelDecay:
     Args:
         kq: `[N, 2, C, K]`, as for `ScalarDecay`.
         g: `[N, R, C, K]`, binary log decays.
+        workspace: where results of its methods lie until the next chunk.
 
     States are `[N*R, K, V]`.
     """
@@ -258,14 +267,22 @@ class LevelDecay:
     load_state = staticmethod(ReferencedDecay.load_state)
     store_state = staticmethod(ReferencedDecay.store_state)
 
-    def __init__(self, kq: torch.Tensor, g: torch.Tensor) -> None:
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
+        self.take = workspace.take
         N, R, C, K = g.shape
         self.shape = (N, R, C, K)
         padded = (1 << (C - 1).bit_length()) - C
         self.size = C + padded
-        self.kq = F.pad(kq, (0, 0, 0, padded))[:, None].expand(N, R, 2, C + padded, K).reshape(N * R, 2, -1, K)
-        after = F.pad(g, (0, 0, 0, padded)).view(N * R, C + padded, K).clone()
-        before = torch.zeros_like(after)
+        self.kq = self.take("padded kq", N, R, 2, self.size, K)
+        self.kq[..., :C, :] = kq[:, None]
+        after = self.take("after", N, R, self.size, K)
+        after[:, :, :C] = g
+        if padded:
+            self.kq[..., C:, :] = 0
+            after[:, :, C:] = 0
+        self.kq = self.kq.view(N * R, 2, self.size, K)
+        after = after.view(N * R, self.size, K)
+        before = self.take("before", N * R, self.size, K).zero_()
         self.levels = []
         width = 1
         while width < self.size:
@@ -278,19 +295,22 @@ class LevelDecay:
             width *= 2
         self.reading, self.writing = exp2_(after), exp2_(before)
         self.total = self.reading[:, C - 1, :, None]
-        self.rows = (self.kq * self.reading[:, None]).view(N * R, 2 * self.size, K)
-        self.cols = self.kq[:, 0] * self.writing
+        rows = torch.mul(self.kq, self.reading[:, None], out=self.take("rows", N * R, 2, self.size, K))
+        self.rows = rows.view(N * R, 2 * self.size, K)
+        self.cols = torch.mul(self.kq[:, 0], self.writing, out=self.take("cols", N * R, self.size, K))
 
     def _square(self, after: torch.Tensor, before: torch.Tensor, width: int) -> "_Square":
         """The factors of all squares of one width, from the log decays since and until their corner."""
         M, _, S, K = self.kq.shape
         n = S // (2 * width)
-        up = exp2_(after.view(M, n, 2, width, K)[:, :, 1].clone())
-        down = exp2_(before.view(M, n, 2, width, K)[:, :, 0].clone())
+        up = self.take(f"up{width}", M, n, width, K).copy_(after.view(M, n, 2, width, K)[:, :, 1])
+        down = self.take(f"down{width}", M, n, width, K).copy_(before.view(M, n, 2, width, K)[:, :, 0])
+        exp2_(up, NEGLIGIBLE_FACTOR), exp2_(down, NEGLIGIBLE_FACTOR)
         kq = self.kq.view(M, 2, n, 2, width, K)
-        rows = torch.mul(kq[:, :, :, 1].transpose(1, 2), up[:, :, None], out=up.new_empty(M, n, 2, width, K))
-        cols = torch.mul(kq[:, 0, :, 0], down)
-        return _Square(up, down, rows.view(M * n, 2 * width, K), cols.reshape(M * n, width, K))
+        rows = self.take(f"rows{width}", M, n, 2, width, K)
+        torch.mul(kq[:, :, :, 1].transpose(1, 2), up[:, :, None], out=rows)
+        cols = torch.mul(kq[:, 0, :, 0], down, out=self.take(f"cols{width}", M, n, width, K))
+        return _Square(up, down, rows.view(M * n, 2 * width, K), cols.view(M * n, width, K))
 
     def _squares_of(self, AP: torch.Tensor, width: int) -> torch.Tensor:
         """All squares of one width in `[M, 2, size, size]`, as a view `[M, 2, width, width, n]`."""
@@ -298,18 +318,20 @@ class LevelDecay:
         blocks = AP.view(M, 2, S // (2 * width), 2, width, S // (2 * width), 2, width)
         return blocks.diagonal(dim1=2, dim2=5)[:, :, 1, :, 0]
 
-    def attend(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `ScalarDecay.attend`."""
+    def attend_(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `ScalarDecay.attend_`."""
         N, R, C, _ = self.shape
         M = N * R
-        AP = S.new_zeros(M, 2, self.size, self.size)
-        AP[:, 1].diagonal(dim1=-2, dim2=-1).copy_((self.kq[:, 0] * self.kq[:, 1]).sum(-1))
+        AP = self.take("AP", M, 2, self.size, self.size).zero_()
+        own = torch.mul(self.kq[:, 0], self.kq[:, 1], out=self.take("own", M, self.size, self.kq.shape[-1]))
+        AP[:, 1].diagonal(dim1=-2, dim2=-1).copy_(own.sum(-1))
         width = 1
         for level in self.levels:
             square = torch.bmm(level.rows, level.cols.mT).view(M, -1, 2, width, width)
             self._squares_of(AP, width).copy_(square.permute(0, 2, 3, 4, 1))
             width *= 2
-        X = torch.bmm(self.rows, S).view(M, 2, self.size, -1)[:, :, :C]
+        X = torch.bmm(self.rows, S, out=self.take("X", M, 2 * self.size, S.shape[-1])).view(M, 2, self.size, -1)
+        X = X[:, :, :C]
         return AP[:, 0, :C, :C], AP[:, 1, :C, :C], X
 
     def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
@@ -370,22 +392,24 @@ class _Square(NamedTuple):
     cols: torch.Tensor
 
 
-def channel_decay(kq: torch.Tensor, g: torch.Tensor) -> ReferencedDecay | LevelDecay:
+def channel_decay(kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> ReferencedDecay | LevelDecay:
     """The cheapest way that is safe for these decays.
 
     Args:
         kq: `[N, 2, C, K]`.
-        g: `[N, R, C, K]`, natural log decays.
+        g: `[N, R, C, K]`, binary log decays; smaller ones than `FORGET` are replaced by it.
     """
-    g = (g * RCP_LN2).clamp_min_(FORGET)
+    g = g.clamp_min_(FORGET)
     if g.device.type == "cpu":
         # Looking at the values is free here; on a device it would stall the queue once per chunk.
-        C = g.shape[2]
-        x = torch.matmul(_from_middle(C, g.device, g.dtype), g)
-        low, high = torch.aminmax(x[:, :, :C])
+        N, R, C, K = g.shape
+        from_middle = _from_middle(C, g.device, g.dtype).expand(N * R, C + 1, C)
+        x = torch.bmm(from_middle, g.view(N * R, C, K), out=workspace.take("x", N * R, C + 1, K))
+        x = x.view(N, R, C + 1, K)
+        low, high = torch.aminmax(x)
         if low.item() >= -REACH and high.item() <= REACH:
-            return ReferencedDecay(kq, x)
-    return LevelDecay(kq, g)
+            return ReferencedDecay(kq, x, workspace)
+    return LevelDecay(kq, g, workspace)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,6 @@ import torch
 
 from fla_npu.ops.common.prepare import Loader, Run
 from fla_npu.ops.problem import Options, Tensors
-from fla_npu.ops.utils.constant import RCP_LN2
 
 _TOKEN = slice(0, 1)
 
@@ -25,7 +24,7 @@ def decode_step(tensors: Tensors, options: Options, run: Run, S: torch.Tensor, o
     """
     chunk = Loader(tensors, options, run).load(_TOKEN)
     n, HV, K, V = S.shape
-    decay = (chunk.g * RCP_LN2).exp2_()
+    decay = chunk.g.exp2()
     kq = chunk.kq.view(n, -1, 1, 2, K)
     R = HV // kq.shape[1]
     if R > 1:

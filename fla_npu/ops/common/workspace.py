@@ -1,0 +1,29 @@
+"""Memory that every chunk of a call uses again."""
+
+import math
+
+import torch
+
+
+class Workspace:
+    """Buffers by name.
+
+    Fresh memory for the large temporaries of each chunk costs as much as computing them: the C library returns it to
+    the system in between, and every page is faulted in anew (measured: a third of the run time of a forward pass).
+
+    Args:
+        like: gives the device.
+        dtype: of all buffers.
+    """
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
+        self._device, self._dtype = like.device, dtype
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A contiguous tensor of this shape with any content. The one taken under this name before is gone."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, device=self._device, dtype=self._dtype)
+        return buffer[:size].view(shape)
