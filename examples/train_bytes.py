@@ -50,11 +50,11 @@ class Settings:
     """Everything that decides the result of a run."""
 
     op: str = "gdn"
-    steps: int = 1200
-    batch: int = 8
-    seq_len: int = 256
-    learning_rate: float = 4e-3
-    final_learning_rate: float = 2e-4
+    steps: int = 1000
+    batch: int = 4
+    seq_len: int = 512
+    learning_rate: float = 1e-2
+    final_learning_rate: float = 5e-4
     warmup: int = 50
     weight_decay: float = 0.1
     gradient_clip: float = 1.0

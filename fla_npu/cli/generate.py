@@ -68,7 +68,7 @@ def generate(
     encode, decode = _codec(model, tokenizer)
     ids = encode(prompt_bytes)
     if not ids.numel():
-        raise CommandError("the prompt is empty", "give some text with --prompt or --prompt-file")
+        raise CommandError("the tokenizer makes no tokens of this prompt", "give a prompt with more than white space")
 
     from fla_npu.integrations.generation import compare as compare_runs
     from fla_npu.integrations.generation import prefill_progress, run_served, run_torch_path
@@ -100,13 +100,14 @@ def generate(
 
 
 def _read_prompt(prompt: str | None, prompt_file: Any) -> bytes:
-    if prompt is not None:
-        return prompt.encode()
-    if prompt_file is not None:
-        return prompt_file.read()
-    text = held_out_text(DEFAULT_PROMPT_BYTES)
+    if prompt is None and prompt_file is None:
+        text = held_out_text(DEFAULT_PROMPT_BYTES)
+        if not text:
+            raise CommandError("this Python has no standard-library sources to use as prompt", "give a --prompt")
+        return text
+    text = prompt_file.read() if prompt is None else prompt.encode()
     if not text:
-        raise CommandError("this Python has no standard-library sources to use as prompt", "give a --prompt")
+        raise CommandError("the prompt is empty", "give some text with --prompt or --prompt-file")
     return text
 
 
@@ -156,9 +157,10 @@ def _codec(model: Any, tokenizer: Any) -> tuple[Callable[[bytes], "torch.Tensor"
             lambda text: torch.tensor([tokenizer(text.decode(errors="replace"))["input_ids"]], dtype=torch.long),
             lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         )
-    if model.config.vocab_size not in BYTE_VOCABULARY:
+    vocabulary = model.config.get_text_config().vocab_size
+    if vocabulary not in BYTE_VOCABULARY:
         raise CommandError(
-            f"the model folder has no tokenizer and its vocabulary of {model.config.vocab_size} is not byte-level",
+            f"the model folder has no tokenizer and its vocabulary of {vocabulary} is not byte-level",
             "put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the folder",
         )
     return (

@@ -96,7 +96,7 @@ def generate(
     # Named `past_key_values` before transformers 5.24.
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ends = _end_tokens(model)
-    kept = min(piece, max(1, LOGITS_BUDGET // model.config.vocab_size)) if keep_logits else 1
+    kept = min(piece, max(1, LOGITS_BUDGET // model.config.get_text_config().vocab_size)) if keep_logits else 1
 
     started = time.perf_counter()
     cache: Any = None

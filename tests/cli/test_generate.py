@@ -177,3 +177,4 @@ def test_tokenizer_of_the_folder_is_used(tmp_path):
     result = run("--model", tmp_path, "--prompt", "alpha beta gamma alpha", "--max-new-tokens", 2, "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["prompt_tokens"] == 4
+    check_failure(run("--model", tmp_path, "--prompt", " "), "no tokens of this prompt", "give a prompt with more")
