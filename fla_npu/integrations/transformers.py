@@ -3,6 +3,7 @@
 The layers of transformers call four functions that they look up, at every call, in the globals of their own modeling
 module. `enable()` rebinds those globals in every modeling module that is imported at that moment, so it works on
 models that are already built; import (or build, or load) the model first. `disable()` puts the original objects back.
+This holds for transformers 5.15 and later; older versions bind the functions when a layer is built.
 
     from fla_npu.integrations.transformers import enabled
 
