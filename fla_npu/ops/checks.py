@@ -400,18 +400,10 @@ def check_recurrent_kda_fwd(
     )
     if ssm_state_indices is None or initial_state is None:
         return problem, None
-    lengths = sequence_lengths(problem)
+    lengths = problem.lengths
     return problem, _state_pool(
         ssm_state_indices, num_accepted_tokens, lengths, initial_state.shape[0], inplace_final_state
     )
-
-
-def sequence_lengths(problem: Problem) -> list[int]:
-    """Number of tokens of each of the N sequences of a call."""
-    if problem.cu_seqlens is None:
-        batch, length = problem.tensors.v.shape[:2]
-        return [length] * batch
-    return [b - a for a, b in pairwise(problem.cu_seqlens)]
 
 
 # --- building blocks: arguments that are not tensors --------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What one call of a delta-rule op is, after validation: the options that fix its mathematics and its tensors."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,3 +60,11 @@ class Problem(NamedTuple):
     tensors: Tensors
     options: Options
     cu_seqlens: tuple[int, ...] | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each of the N sequences."""
+        if self.cu_seqlens is None:
+            batch, length = self.tensors.v.shape[:2]
+            return [length] * batch
+        return [b - a for a, b in pairwise(self.cu_seqlens)]

@@ -580,4 +580,4 @@ def test_pool_of_states():
         **single, ssm_state_indices=torch.tensor([8, 0]), inplace_final_state=False
     )
     assert pool == checks.StatePool(load=[8, 0], store=[[8], [0]])
-    assert checks.sequence_lengths(problem) == [1, 1]
+    assert problem.lengths == [1, 1]

@@ -4,11 +4,11 @@ For any device that PyTorch runs on: the path of CPUs, and of NPUs that Triton d
 it needs one state and the working memory of one chunk, whatever T is.
 """
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
-from fla_npu.ops.common.prepare import Chunk, Loader, Run, number_of_sequences, runs, working_dtype
+from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, channel_decay
 from fla_npu.ops.common.step import decode_step
@@ -36,12 +36,13 @@ def chunked_forward(
     between = _ChunkStates(problem) if options.return_intermediate_states else None
     for run in runs(problem):
         S = initial_states(problem, run)
+        final_of_run = None if final is None else run.states_of(final.k_first)
         if run.length == 1 and between is None and kept is None:
-            S = decode_step(tensors, options, run, S, run.of(o))
-        else:
-            S = _walk(Loader(tensors, options, run), S, run.of(o), between, kept)
-        if final is not None:
-            run.states_of(final.k_first).copy_(S)
+            decode_step(tensors, options, run, S, run.of(o), final_of_run)
+            continue
+        S = _walk(Loader(tensors, options, run), S, run.of(o), between, kept)
+        if final_of_run is not None:
+            final_of_run.copy_(S)
     return o, None if final is None else final.states, None if between is None else between.states
 
 
@@ -119,12 +120,10 @@ class _FinalStates:
     def __init__(self, problem: Problem) -> None:
         tensors, options, _ = problem
         HV, K, V = _state_shape(problem)
-        shape = (number_of_sequences(problem), HV, *((V, K) if options.state_v_first else (K, V)))
-        if tensors.initial_state is None:
-            self.states = torch.zeros(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
-        else:
-            self.states = torch.empty(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
-            self.states.copy_(tensors.initial_state)
+        shape = (len(problem.lengths), HV, *((V, K) if options.state_v_first else (K, V)))
+        self.states = torch.empty(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
+        if 0 in problem.lengths:
+            self.states.zero_() if tensors.initial_state is None else self.states.copy_(tensors.initial_state)
         self.k_first = self.states.transpose(-1, -2) if options.state_v_first else self.states
 
 
@@ -136,7 +135,7 @@ class _ChunkStates:
         self.size = options.chunk_size
         HV, K, V = _state_shape(problem)
         B, T = tensors.v.shape[:2]
-        lengths = [T] if cu_seqlens is None else [b - a for a, b in pairwise(cu_seqlens)]
+        lengths = [T] if cu_seqlens is None else problem.lengths
         self.offsets = [0, *accumulate(-(-length // self.size) for length in lengths)]
         self.states = tensors.k.new_empty(B, self.offsets[-1], HV, *((V, K) if options.state_v_first else (K, V)))
         self.k_first = self.states.transpose(-1, -2) if options.state_v_first else self.states

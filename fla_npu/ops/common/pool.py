@@ -85,4 +85,5 @@ def _one_token(
     token = Tensors(*(x if x is None or name in _NOT_TOKENS else x[rows] for name, x in flat._asdict().items()))
     o = torch.empty_like(token.v, memory_format=torch.contiguous_format)
     run_of_all = Run(sequence=0, count=len(rows), start=0, length=1, packed=False)
-    return decode_step(token, options, run_of_all, S, o), o
+    decode_step(token, options, run_of_all, S, o, S)
+    return S, o

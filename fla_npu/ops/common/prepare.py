@@ -3,7 +3,6 @@ the caller's tensors becomes contiguous heads-first working memory (L2 norm, gat
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,7 +56,7 @@ def runs(problem: Problem, rows_per_step: int = ROWS_PER_STEP) -> Iterator[Run]:
         if T > 0 and B > 0:
             yield from cut(0, B, 0, T, False)
         return
-    lengths = [end - start for start, end in pairwise(problem.cu_seqlens)]
+    lengths = problem.lengths
     first = 0
     while first < len(lengths):
         last = first
@@ -66,11 +65,6 @@ def runs(problem: Problem, rows_per_step: int = ROWS_PER_STEP) -> Iterator[Run]:
         if lengths[first] > 0:
             yield from cut(first, last - first, problem.cu_seqlens[first], lengths[first], True)
         first = last
-
-
-def number_of_sequences(problem: Problem) -> int:
-    """N: the batch, or the number of packed sequences."""
-    return problem.tensors.v.shape[0] if problem.cu_seqlens is None else len(problem.cu_seqlens) - 1
 
 
 def working_dtype(q: torch.Tensor) -> torch.dtype:

@@ -8,7 +8,9 @@ from fla_npu.ops.problem import Options, Tensors
 _TOKEN = slice(0, 1)
 
 
-def decode_step(tensors: Tensors, options: Options, run: Run, S: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+def decode_step(
+    tensors: Tensors, options: Options, run: Run, S: torch.Tensor, o: torch.Tensor, final: torch.Tensor | None
+) -> None:
     """Advance every sequence of a run by its only token.
 
     Both reads of the state, for k and for q, are one product with the old state; the read of q after the update is
@@ -18,9 +20,7 @@ def decode_step(tensors: Tensors, options: Options, run: Run, S: torch.Tensor, o
         tensors, options, run: the call and its sequences of one token.
         S: their states `[n,HV,K,V]`, any strides; not written to.
         o: receives the output, `[n,1,HV,V]`.
-
-    Returns:
-        The new states `[n,HV,K,V]`, with the strides of S.
+        final: receives the new states, `[n,HV,K,V]`, any strides; may be S itself. None if nobody wants them.
     """
     chunk = Loader(tensors, options, run).load(_TOKEN)
     n, HV, K, V = S.shape
@@ -39,4 +39,5 @@ def decode_step(tensors: Tensors, options: Options, run: Run, S: torch.Tensor, o
         X = (kq @ S).mul_(decay)
     u = (chunk.v.view(n, HV, V) - X[:, :, 0]).mul_(chunk.beta.view(n, HV, -1))
     o.copy_(torch.addcmul(X[:, :, 1], u, (q * k).sum(-1, keepdim=True)).view(n, 1, HV, V))
-    return (S * decay).addcmul_(k[..., None], u[:, :, None])
+    if final is not None:
+        torch.mul(S, decay, out=final).addcmul_(k[..., None], u[:, :, None])
