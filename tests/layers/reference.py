@@ -1,0 +1,59 @@
+"""The layers in plain PyTorch, one token at a time, in the dtype of their parameters."""
+
+import torch
+import torch.nn.functional as F
+
+from fla_npu.layers import GatedDeltaNet
+
+
+def forward(layer, x):
+    """`layer(x)` for one unpadded batch `[B, T, hidden]`, from the parameters alone."""
+    B, T = x.shape[:2]
+    H, HV, K, V = layer.num_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    gdn = isinstance(layer, GatedDeltaNet)
+
+    q, k, v = (_mixed(layer, name, x) for name in "qkv")
+    q, k = (t.view(B, T, H, K).repeat_interleave(HV // H, dim=2) for t in (q, k))
+    q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    v = v.view(B, T, HV, V)
+    beta = torch.sigmoid(x @ layer.b_proj.weight.T) * (2 if layer.allow_neg_eigval else 1)
+    if gdn:
+        g = -layer.A_log.exp() * F.softplus(x @ layer.a_proj.weight.T + layer.dt_bias)
+        decay = g.exp()[..., None, None]
+    else:
+        logits = (x @ layer.f_proj[0].weight.T @ layer.f_proj[1].weight.T + layer.dt_bias).view(B, T, HV, K)
+        A = layer.A_log.exp()[:, None]
+        if layer.lower_bound is None:
+            g = -A * F.softplus(logits)
+        else:
+            g = layer.lower_bound * torch.sigmoid(A * logits)
+        decay = g.exp()[..., None]
+
+    S, outputs = x.new_zeros(B, HV, K, V), []
+    for t in range(T):
+        S = decay[:, t] * S
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) * K**-0.5)
+    o = torch.stack(outputs, 1)
+
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.o_norm.eps) * layer.o_norm.weight
+    if not gdn:
+        gate = x @ layer.g_proj[0].weight.T @ layer.g_proj[1].weight.T + layer.g_proj[1].bias
+        o = o * torch.sigmoid(gate.view_as(o))
+    elif layer.use_gate:
+        gate = (x @ layer.g_proj.weight.T).view_as(o)
+        o = o * (torch.sigmoid(gate) if layer.o_norm.activation == "sigmoid" else F.silu(gate))
+    return o.flatten(2) @ layer.o_proj.weight.T
+
+
+def _mixed(layer, name, x):
+    y = x @ getattr(layer, f"{name}_proj").weight.T
+    if layer.use_short_conv:
+        conv = getattr(layer, f"{name}_conv1d")
+        W = layer.conv_size
+        windows = F.pad(y, (0, 0, W - 1, 0)).unfold(1, W, 1)
+        y = (windows * conv.weight[:, 0]).sum(-1)
+        if conv.bias is not None:
+            y = y + conv.bias
+    return F.silu(y)
