@@ -73,7 +73,7 @@ def series(
             axis.set_xticks(lengths, [str(length) for length in lengths])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
-        row[0].set_ylabel(label if floor == 0 else f"{label} (below {floor:g} drawn at {floor:g})")
+        row[0].set_ylabel(label if floor == 0 else f"{label} (at least {floor:g})")
     for axis in axes[-1]:
         axis.set_xlabel("T, tokens")
     figure.suptitle(f"{mode}: B 1, 16 heads of 128, fp32")

@@ -30,6 +30,8 @@ PACKAGES = ("fla-npu", "torch", "transformers", "fla-core", "triton", "ggml-pyth
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve")
 STALLED_SECONDS = 300
 """A worker that says nothing for so long is ended."""
+MEMORY_SECONDS = 60.0
+"""Limit of the one call of a memory point."""
 MEMORY_GIGABYTES = 16.0
 """Limit of a memory point. Higher than when timing, where the inputs of all implementations are there at once."""
 
@@ -298,8 +300,7 @@ def main(
             for count in counts:
                 stop = stop or measure_times(plan, names, count, limits, results)
         if memory and not stop:
-            # Only memory counts here, so a call may take as long as the stall limit allows.
-            limits = rows.Limits(seconds=STALLED_SECONDS / 2, gigabytes=min(MEMORY_GIGABYTES, 0.75 * _available_gb()))
+            limits = rows.Limits(MEMORY_SECONDS, gigabytes=min(MEMORY_GIGABYTES, 0.75 * _available_gb()))
             points = names or ((OURS,) if grid == "quick" else tuple(one.name for one in IMPLEMENTATIONS))
             measure_memory(memory_plan, points, max(counts), limits, Results(out / "memory.json", run, keep))
     except KeyboardInterrupt:
