@@ -137,7 +137,7 @@ class _Blockwise(torch.autograd.Function):
                     grad += d
                     continue
                 if block.end < dy.shape[1] and plan.lookback:
-                    d = d.clone()  # autograd may hand out dy_block itself
+                    d = d.clone()  # autograd may hand out one tensor for several inputs
                     d[:, -carried[i].shape[1] :] += carried[i]
                 carried[i] = d[:, :before]
                 grad[block.batch, block.start : block.end] = d[:, before:]

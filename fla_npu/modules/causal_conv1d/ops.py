@@ -254,9 +254,12 @@ class ShortConvolution(nn.Conv1d):
             if cu_seqlens is not None:
                 raise ValueError("`mask` and `cu_seqlens` cannot be provided at the same time")
             x = x * mask.unsqueeze(-1)
-        N = _num_sequences(x, cu_seqlens)
-        one_token_each = x.shape[0] * x.shape[1] == N and (cu_seqlens is None or bool((cu_seqlens.diff() == 1).all()))
-        if one_token_each and not torch.is_grad_enabled():
+        one_token_each = x.shape[0] * x.shape[1] == _num_sequences(x, cu_seqlens)
+        if (
+            one_token_each
+            and not torch.is_grad_enabled()
+            and (cu_seqlens is None or bool((cu_seqlens.diff() == 1).all()))
+        ):
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
         return causal_conv1d(
             x=x,
