@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_npu.ops.common.chunked import chunked_forward
 from fla_npu.ops.common.chunked_bwd import chunked_backward
+from fla_npu.ops.common.step import decode
 from fla_npu.ops.problem import Problem, Tensors
 
 NO_BACKWARD = "the fused_recurrent ops have no backward pass: train through chunk_gated_delta_rule or chunk_kda"
@@ -24,7 +25,8 @@ def eager(problem: Problem, *, differentiable: bool) -> tuple[torch.Tensor, torc
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     with without_autocast(tensors.q.device.type):
         if not wanted:
-            return chunked_forward(problem)
+            one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
+            return decode(problem) if one_each else chunked_forward(problem)
         kept: list[torch.Tensor] | None = [] if options.keep_states and differentiable else None
         o, final = DeltaRule.apply(*tensors, options, cu_seqlens, differentiable, kept)
         return o, final, None

@@ -1,5 +1,6 @@
 """What one call of a delta-rule op is, after validation: the options that fix its mathematics and its tensors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -51,6 +52,12 @@ class Tensors(NamedTuple):
     initial_state: torch.Tensor | None
     gk: torch.Tensor | None = None
     gv: torch.Tensor | None = None
+
+    def map_tokens(self, f: Callable[[torch.Tensor], torch.Tensor]) -> "Tensors":
+        """The call with `f` applied to every tensor that has the dimensions B and T."""
+        q, k, v, g, beta, A_log, dt_bias, state, gk, gv = self
+        g, gk, gv = (None if x is None else f(x) for x in (g, gk, gv))
+        return Tensors(f(q), f(k), f(v), g, f(beta), A_log, dt_bias, state, gk, gv)
 
 
 class Problem(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, channel_decay
-from fla_npu.ops.common.step import decode_step
+from fla_npu.ops.common.step import one_token
 from fla_npu.ops.problem import Options, Problem
 
 Decay = ScalarDecay | ReferencedDecay | LevelDecay
@@ -38,7 +38,7 @@ def chunked_forward(
         S = initial_states(problem, run)
         final_of_run = None if final is None else run.states_of(final.k_first)
         if run.length == 1 and between is None and kept is None:
-            decode_step(tensors, options, run, S, run.of(o), final_of_run)
+            run.of(o).copy_(one_token(run.tensors_of(tensors), options, S, final_of_run))
             continue
         S = _walk(Loader(tensors, options, run), S, run.of(o), between, kept)
         if final_of_run is not None:

@@ -20,8 +20,6 @@ from fla_npu.ops.common.prepare import Loader, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Problem, Tensors
 
-_PARAMETERS = ("A_log", "dt_bias")
-
 
 def chunked_backward(
     problem: Problem, do: torch.Tensor, d_final: torch.Tensor | None, kept: list[torch.Tensor] | None
@@ -40,14 +38,15 @@ def chunked_backward(
     tensors, options, _ = problem
     dtype = working_dtype(tensors.q)
     # A parameter's gradient sums over all tokens and needs more digits than its own dtype may have.
-    zeros: list[Any] = [
-        None if x is None else torch.zeros_like(x, dtype=dtype if name in _PARAMETERS else x.dtype)
-        for name, x in tensors._asdict().items()
-    ]
-    grads = Tensors(*zeros)
+    empty: list[Any] = [None if x is None else torch.empty_like(x) for x in tensors]
+    grads = Tensors(*empty)._replace(
+        A_log=None if tensors.A_log is None else torch.zeros_like(tensors.A_log, dtype=dtype),
+        dt_bias=None if tensors.dt_bias is None else torch.zeros_like(tensors.dt_bias, dtype=dtype),
+    )
     dS0 = grads.initial_state
-    if dS0 is not None and d_final is not None:
-        dS0.copy_(d_final)  # what a sequence without tokens hands through; the others are overwritten below
+    if dS0 is not None:
+        # What a sequence without tokens hands through; the others are overwritten below.
+        dS0.zero_() if d_final is None else dS0.copy_(d_final)
     states = None if kept is None else iter(kept)
     for run in runs(problem):
         loader = Loader(tensors, options, run)
@@ -107,6 +106,6 @@ def _chunk_backward(
     dbeta = (db * w).sum(-1) + (dT * A).sum(-1)
     dv = db * chunk.beta
     dX = torch.stack((dv.neg(), dO), dim=1)
-    back = decay.backward(dT.mul_(chunk.beta), torch.bmm(dO, u.mT).tril_(), dX, dS, u, S)
+    back = decay.backward_(dT.mul_(chunk.beta), torch.bmm(dO, u.mT).tril_(), dX, dS, u, S)
     loader.store_gradients(tokens, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=dbeta)
     return back.S

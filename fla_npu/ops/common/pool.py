@@ -1,13 +1,14 @@
 """Recurrent forward passes that write states back where they came from: into the caller's tensor, or a pool's slots."""
 
+from functools import partial
+
 import torch
 
 from fla_npu.ops.autograd import without_autocast
 from fla_npu.ops.checks import StatePool
-from fla_npu.ops.common.prepare import Run
-from fla_npu.ops.common.step import decode_step
+from fla_npu.ops.common.step import one_token
 from fla_npu.ops.dispatch import run
-from fla_npu.ops.problem import Options, Problem, Tensors
+from fla_npu.ops.problem import Problem
 
 
 @torch.no_grad()
@@ -48,9 +49,7 @@ def _through_pool(problem: Problem, pool: StatePool, *, write_back: bool) -> tup
     device = states.device
     length = tensors.v.shape[1]
     starts = [n * length for n in range(len(pool.load))] if cu_seqlens is None else list(cu_seqlens[:-1])
-    flat = Tensors(
-        *(x if x is None or name in _NOT_TOKENS else x.flatten(0, 1)[:, None] for name, x in tensors._asdict().items())
-    )
+    flat = tensors.map_tokens(lambda x: x.flatten(0, 1)[:, None])
     o = torch.zeros_like(tensors.v, memory_format=torch.contiguous_format)
     flat_o = o.flatten(0, 1)[:, None]
     final = torch.zeros(len(starts), *states.shape[1:], dtype=torch.float32, device=device)
@@ -61,8 +60,7 @@ def _through_pool(problem: Problem, pool: StatePool, *, write_back: bool) -> tup
     t = 0
     while active:
         rows = torch.tensor([starts[n] + t for n in active], device=device)
-        S, token_o = _one_token(flat, options, rows, S)
-        flat_o[rows] = token_o
+        flat_o[rows] = one_token(flat.map_tokens(partial(_rows, rows)), options, S, S).to(o.dtype)
         stored = S.transpose(-1, -2) if options.state_v_first else S
         if write_back:
             slots = torch.tensor([pool.store[n][t] for n in active], device=device)
@@ -75,15 +73,5 @@ def _through_pool(problem: Problem, pool: StatePool, *, write_back: bool) -> tup
     return o, final if options.output_final_state else None
 
 
-_NOT_TOKENS = ("A_log", "dt_bias", "initial_state")
-
-
-def _one_token(
-    flat: Tensors, options: Options, rows: torch.Tensor, S: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new states `[n,HV,K,V]` and outputs `[n,1,HV,V]` of one token each, those of the given rows."""
-    token = Tensors(*(x if x is None or name in _NOT_TOKENS else x[rows] for name, x in flat._asdict().items()))
-    o = torch.empty_like(token.v, memory_format=torch.contiguous_format)
-    run_of_all = Run(sequence=0, count=len(rows), start=0, length=1, packed=False)
-    decode_step(token, options, run_of_all, S, o, S)
-    return S, o
+def _rows(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x[rows]

@@ -36,6 +36,10 @@ class Run:
             return x[0, self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
         return x[self.sequence : self.sequence + self.count]
 
+    def tensors_of(self, tensors: Tensors) -> Tensors:
+        """Their part of all tensors `[B, T, ...]` of a call; the others as they are."""
+        return tensors.map_tokens(self.of)
+
     def states_of(self, x: torch.Tensor) -> torch.Tensor:
         """Their part of an `[N, ...]` tensor, as a view."""
         return x[self.sequence : self.sequence + self.count]
@@ -72,6 +76,18 @@ def working_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def gate_parameters(tensors: Tensors, options: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`exp(A_log)` and `dt_bias` in working precision, shaped to broadcast over `[..., HV]` or `[..., HV, K]`."""
+    dtype = working_dtype(tensors.q)
+    channel = options.decay == "channel"
+    a, bias = tensors.A_log, tensors.dt_bias
+    if a is not None:
+        a = a.to(dtype).exp().view((-1, 1) if channel else (-1,))
+    if bias is not None:
+        bias = bias.to(dtype).view((-1, tensors.q.shape[3]) if channel else (-1,))
+    return a, bias
+
+
 class Chunk(NamedTuple):
     """A chunk of C tokens of N = batch * H heads with R = HV // H value heads each, in working precision."""
 
@@ -82,7 +98,7 @@ class Chunk(NamedTuple):
     g: torch.Tensor
     """`[N, R, C]` or `[N, R, C, K]`: binary log decay."""
     beta: torch.Tensor
-    """`[N*R, C, 1]`, or `[N*R, C, V]` for one per value channel."""
+    """`[N*R, C, 1]`."""
     inverse_norm: torch.Tensor | None
     """`[N, 2, C, 1]`: what k and q were multiplied with by the L2 norm (without scale)."""
 
@@ -106,11 +122,7 @@ class Loader:
         self.workspace = Workspace(tensors.q, self.dtype)
         self.heads, self.key_dim = self.q.shape[2:]
         self.value_heads = self.v.shape[2]
-        # [HV] and [HV*K] parameters, shaped to broadcast over [count, C, HV(, K)].
-        per_head = (-1,) if options.decay == "scalar" else (-1, 1)
-        self.a = None if tensors.A_log is None else tensors.A_log.to(self.dtype).exp().view(per_head)
-        bias_shape = (-1,) if options.decay == "scalar" else (-1, self.key_dim)
-        self.bias = None if tensors.dt_bias is None else tensors.dt_bias.to(self.dtype).view(bias_shape)
+        self.a, self.bias = gate_parameters(tensors, options)
 
     def load(self, tokens: slice) -> Chunk:
         """One chunk."""
@@ -133,7 +145,7 @@ class Loader:
             kq=kq.view(n * H, 2, C, K),
             v=v.reshape(n * self.value_heads, C, -1),
             g=self._binary_decay(tokens).view(n * H, R, C, *self.g_tail),
-            beta=self._beta(tokens).transpose(1, 2).reshape(n * self.value_heads, C, -1),
+            beta=self._beta(tokens).transpose(1, 2).reshape(n * self.value_heads, C, 1),
             inverse_norm=inverse_norm,
         )
 

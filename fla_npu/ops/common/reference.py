@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fla_npu.ops.common.gate import gate_forward
-from fla_npu.ops.common.prepare import L2NORM_EPS, working_dtype
+from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters, working_dtype
 from fla_npu.ops.common.recurrence import delta_recurrence, packed_delta_recurrence
 from fla_npu.ops.problem import Problem
 
@@ -25,10 +25,7 @@ def reference_forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | No
         beta = options.beta_scale * beta.sigmoid()
     g = None if tensors.g is None else tensors.g.to(dtype)
     if g is not None and options.gate != "none":
-        per_head = g.shape[2:3] if options.decay == "scalar" else (g.shape[2], 1)
-        a = None if tensors.A_log is None else tensors.A_log.to(dtype).exp().view(per_head)
-        bias = None if tensors.dt_bias is None else tensors.dt_bias.to(dtype).view(g.shape[2:])
-        g = gate_forward(g, a, bias, options.gate, options.lower_bound)
+        g = gate_forward(g, *gate_parameters(tensors, options), options.gate, options.lower_bound)
     per_channel = options.decay == "channel"
     arguments: dict[str, Any] = {
         "beta": beta,

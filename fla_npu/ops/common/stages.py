@@ -134,36 +134,40 @@ class ScalarDecay:
         """The gradient of u `[N*R, C, V]`, given that of the new state."""
         N, K, R, V = dS.shape
         C = self.kq.shape[2]
-        du = torch.bmm(self.kq[:, 0], dS.view(N, K, R * V)).view(N, C, R, V)
-        du = torch.mul(du.transpose(1, 2), self.writing[..., None], out=du.new_empty(N, R, C, V))
-        return du.view(N * R, C, V)
+        du = torch.bmm(self.kq[:, 0], dS.view(N, K, R * V), out=self.take("K dS", N, C, R * V)).view(N, C, R, V)
+        self.du = torch.mul(du.transpose(1, 2), self.writing[..., None], out=self.take("du", N, R, C, V))
+        return self.du.view(N * R, C, V)
 
-    def backward(
+    def backward_(
         self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
     ) -> Gradients:
-        """Gradients from those of A (strictly lower), P (lower), X and the new state; after `attend_(S)`."""
+        """Gradients from those of A (strictly lower), P (lower), X and the new state; dS becomes that of the old one.
+
+        `attend_(S)` and `write_backward(dS)` come first.
+        """
         N, _, C, K = self.kq.shape
         R, V = S.shape[2:]
         kq = self.kq.view(N, 2 * C, K)
         dX, dA, dP = dX.view(N, R, 2, C, V), dA.view(N, R, C, C), dP.view(N, R, C, C)
         weighed = self._weigh(u)
-        from_write = torch.bmm(weighed, dS.view(N, K, R * V).mT)
+        from_write = torch.bmm(weighed, dS.view(N, K, R * V).mT, out=self.take("u dS", N, C, K))
 
-        through_A, through_P = dA * self.A, dP * self.P
-        through = through_A + through_P
-        dc = through.sum(-1) - through.sum(-2) + (dX * self.X).sum((2, 4))
-        read_back = torch.bmm(self.kq[:, 0], dS.view(N, K, R * V)).mul_(weighed).view(N, C, R, V).sum(-1).mT
-        dc -= read_back
-        dc[..., -1] += read_back.sum(-1) + self.reading[..., -1] * (S * dS).sum((1, 3))
+        through = torch.addcmul(dA * self.A, dP, self.P)
+        through_read = torch.mul(dX, self.X, out=self.take("dX X", N, R, 2, C, V)).sum((2, 4))
+        through_write = self.du.mul_(u.view(N, R, C, V)).sum(-1)
+        through_state = torch.mul(S, dS, out=self.take("S dS", N, K, R, V)).sum((1, 3))
+        dc = through.sum(-1) - through.sum(-2) + through_read - through_write
+        dc[..., -1] += through_write.sum(-1) + self.reading[..., -1] * through_state
         dg = dc.flip(-1).cumsum(-1).flip(-1)
 
         dG = torch.stack(((dA * self.D).sum(1), (dP * self.D).sum(1)), dim=1).view(N, 2 * C, C)
-        raw = kq.new_empty(N, 2, C, R, V)
+        raw = self.take("raw", N, 2, C, R, V)
         torch.mul(dX, self.reading[:, :, None, :, None], out=raw.permute(0, 3, 1, 2, 4))
         raw = raw.view(N, 2 * C, R * V)
-        dkq = torch.bmm(dG, kq[:, :C]).baddbmm_(raw, S.view(N, K, R * V).mT).view(N, 2, C, K)
+        dkq = torch.bmm(dG, kq[:, :C], out=self.take("dkq", N, 2 * C, K))
+        dkq = dkq.baddbmm_(raw, S.view(N, K, R * V).mT).view(N, 2, C, K)
         dkq[:, 0] += from_write.baddbmm_(dG.mT, kq)
-        dS = dS * self.reading[:, None, :, -1:]
+        dS.mul_(self.reading[:, None, :, -1:])
         dS.view(N, K, R * V).baddbmm_(kq.mT, raw)
         return Gradients(dkq, dg, dS)
 
@@ -220,29 +224,30 @@ class ReferencedDecay:
 
     def write_backward(self, dS: torch.Tensor) -> torch.Tensor:
         """The gradient of u `[N*R, C, V]`, given that of the new state."""
-        return torch.bmm(self.cols, dS * self.to_end)
+        return torch.bmm(self.cols, torch.mul(dS, self.to_end, out=self.take("dS", *dS.shape)))
 
-    def backward(
+    def backward_(
         self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
     ) -> Gradients:
-        """As `ScalarDecay.backward`."""
+        """As `ScalarDecay.backward_`."""
         N, R, C, K = self.shape
         dG = torch.cat((dA, dP), dim=1)
         dX = dX.reshape(N * R, 2 * C, -1)
-        dS = dS * self.to_end
-        from_write = torch.bmm(u, dS.mT)
-        d_end = (from_write * self.cols).sum(1) + (dS * S).sum(-1)
-        drows = torch.bmm(dG, self.cols).baddbmm_(dX, S.mT)
+        dS.mul_(self.to_end)
+        from_write = torch.bmm(u, dS.mT, out=self.take("u dS", N * R, C, K))
+        product = self.take("dS S", *S.shape)
+        d_end = (from_write * self.cols).sum(1) + torch.mul(dS, S, out=product).sum(-1)
+        drows = torch.bmm(dG, self.cols, out=self.take("drows", N * R, 2 * C, K)).baddbmm_(dX, S.mT)
         dcols = from_write.baddbmm_(dG.mT, self.rows)
         dS.baddbmm_(self.rows.mT, dX)
 
         dx = (drows * self.rows).view(N * R, 2, C, K).sum(1)
         dx -= dcols * self.cols
         dx[:, -1] += d_end
-        dx = torch.cat((dx, (dS * S).sum(-1)[:, None]), dim=1)
+        dx = torch.cat((dx, torch.mul(dS, S, out=product).sum(-1)[:, None]), dim=1)
         dg = torch.matmul(_from_middle(C, dx.device, dx.dtype).mT, dx).view(N, R, C, K)
 
-        dkq = (drows.view(N, R, 2, C, K) * self.up[:, :, None]).sum(1)
+        dkq = drows.view(N, R, 2, C, K).mul_(self.up[:, :, None]).sum(1)
         dkq[:, 0] += (dcols.view(N, R, C, K) * self.down).sum(1)
         return Gradients(dkq, dg, dS.mul_(self.to_middle))
 
@@ -342,10 +347,10 @@ class LevelDecay:
         """The gradient of u `[N*R, C, V]`, given that of the new state."""
         return torch.bmm(self.cols[:, : self.shape[2]], dS)
 
-    def backward(
+    def backward_(
         self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
     ) -> Gradients:
-        """As `ScalarDecay.backward`."""
+        """As `ScalarDecay.backward_`."""
         N, R, C, K = self.shape
         M, padded = N * R, self.size - C
         dX = F.pad(dX, (0, 0, 0, padded)).reshape(M, 2 * self.size, -1)
@@ -378,7 +383,7 @@ class LevelDecay:
             kq_[:, 0, :, 0] += dcols.view(M, -1, width, K) * level.down
             width //= 2
 
-        dS = (dS * self.total).baddbmm_(self.rows.mT, dX)
+        dS.mul_(self.total).baddbmm_(self.rows.mT, dX)
         dkq = dkq[:, :, :C].reshape(N, R, 2, C, K).sum(1)
         return Gradients(dkq, d_after[:, :C].reshape(N, R, C, K), dS)
 

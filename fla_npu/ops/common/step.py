@@ -1,43 +1,79 @@
-"""One token: the recurrence itself, without the machinery of chunks. Decoding calls this per layer and token."""
+"""One token: the recurrence itself, without the machinery of chunks. Decoding calls this per layer and token, so that the
+number of PyTorch calls is what counts."""
 
 import torch
 
-from fla_npu.ops.common.prepare import Loader, Run
-from fla_npu.ops.problem import Options, Tensors
+from fla_npu.ops.common.gate import gate_forward
+from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters, working_dtype
+from fla_npu.ops.problem import Options, Problem, Tensors
+from fla_npu.ops.utils.constant import RCP_LN2
 
-_TOKEN = slice(0, 1)
+
+def decode(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    """Run a call of one token for every sequence of the batch; results as those of `chunked_forward`."""
+    tensors, options, _ = problem
+    B, K = tensors.q.shape[0], tensors.q.shape[3]
+    HV, V = tensors.v.shape[2:]
+    S = tensors.initial_state
+    if S is None:
+        S = torch.zeros(B, HV, K, V, dtype=working_dtype(tensors.q), device=tensors.v.device)
+    elif options.state_v_first:
+        S = S.transpose(-1, -2)
+    final = k_first = None
+    if options.output_final_state:
+        shape = (B, HV, V, K) if options.state_v_first else (B, HV, K, V)
+        final = torch.empty(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
+        k_first = final.transpose(-1, -2) if options.state_v_first else final
+    return one_token(tensors, options, S, k_first).to(tensors.v.dtype), final, None
 
 
-def decode_step(
-    tensors: Tensors, options: Options, run: Run, S: torch.Tensor, o: torch.Tensor, final: torch.Tensor | None
-) -> None:
-    """Advance every sequence of a run by its only token.
+def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.Tensor | None) -> torch.Tensor:
+    """Advance n sequences by one token each.
 
     Both reads of the state, for k and for q, are one product with the old state; the read of q after the update is
     `decay S^T q + (q . k) u`.
 
     Args:
-        tensors, options, run: the call and its sequences of one token.
-        S: their states `[n,HV,K,V]`, any strides; not written to.
-        o: receives the output, `[n,1,HV,V]`.
+        tensors: the arguments, `[n, 1, ...]`; beta may also be one per value channel.
+        options: those of the call.
+        S: the states `[n,HV,K,V]`, any strides and floating dtype; not written to.
         final: receives the new states, `[n,HV,K,V]`, any strides; may be S itself. None if nobody wants them.
+
+    Returns:
+        The output `[n,1,HV,V]` in working precision.
     """
-    chunk = Loader(tensors, options, run).load(_TOKEN)
-    n, HV, K, V = S.shape
-    decay = chunk.g.exp2()
-    kq = chunk.kq.view(n, -1, 1, 2, K)
-    R = HV // kq.shape[1]
-    if R > 1:
-        kq = kq.expand(n, -1, R, 2, K)
-    kq = kq.reshape(n, HV, 2, K)
-    k, q = kq[:, :, 0], kq[:, :, 1]
-    if options.decay == "channel":
-        decay = decay.view(n, HV, K, 1)
-        X = (kq * decay.mT) @ S
+    dtype = working_dtype(tensors.q)
+    n, HV = S.shape[:2]
+    H = tensors.q.shape[2]
+    kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(dtype)  # [n, H, 2, K]
+    if options.qk_l2norm:
+        kq = kq * torch.linalg.vecdot(kq, kq).add_(L2NORM_EPS).rsqrt_()[..., None]
+    if H < HV:
+        kq = kq.repeat_interleave(HV // H, dim=1)
+    beta = tensors.beta[:, 0].to(dtype)
+    if options.beta_sigmoid:
+        beta = torch.sigmoid(beta).mul_(options.beta_scale)
+    beta = beta.view(n, HV, -1)
+
+    S = S.to(dtype)
+    if tensors.g is None:
+        decay = None
+        X = torch.matmul(kq, S)
     else:
-        decay = decay.view(n, HV, 1, 1)
-        X = (kq @ S).mul_(decay)
-    u = (chunk.v.view(n, HV, V) - X[:, :, 0]).mul_(chunk.beta.view(n, HV, -1))
-    o.copy_(torch.addcmul(X[:, :, 1], u, (q * k).sum(-1, keepdim=True)).view(n, 1, HV, V))
+        g = tensors.g[:, 0].to(dtype)
+        if options.gate != "none":
+            g = gate_forward(g, *gate_parameters(tensors, options), options.gate, options.lower_bound)
+        decay = torch.exp2(g * RCP_LN2)
+        if options.decay == "channel":
+            X = torch.matmul(kq * decay[:, :, None], S)
+            decay = decay[..., None]
+        else:
+            decay = decay[..., None, None]
+            X = torch.matmul(kq, S).mul_(decay)
+    k, q = kq.unbind(2)
+    u = torch.sub(tensors.v[:, 0], X[:, :, 0]).mul_(beta)
     if final is not None:
-        torch.mul(S, decay, out=final).addcmul_(k[..., None], u[:, :, None])
+        final = final.copy_(S) if decay is None else torch.mul(S, decay, out=final)
+        final.addcmul_(k[..., None], u[:, :, None])
+    o = torch.addcmul(X[:, :, 1], u, torch.linalg.vecdot(q, k)[..., None])
+    return o.mul_(options.scale)[:, None]
