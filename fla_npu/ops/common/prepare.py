@@ -126,18 +126,12 @@ class Loader:
 
     def load(self, tokens: slice) -> Chunk:
         """One chunk."""
-        options = self.options
-        k = self.k[:, tokens].transpose(1, 2)
-        n, H, C, K = k.shape
+        n, C, H, K = self.k[:, tokens].shape
         kq = self.workspace.take("kq", n, H, 2, C, K)
-        kq[:, :, 0].copy_(k)
-        kq[:, :, 1].copy_(self.q[:, tokens].transpose(1, 2))
-        inverse_norm = None
-        if options.qk_l2norm:
-            inverse_norm = (torch.linalg.vector_norm(kq, dim=-1, keepdim=True).square_() + L2NORM_EPS).rsqrt_()
-            kq.mul_(inverse_norm)
-            inverse_norm = inverse_norm.view(n * H, 2, C, 1)
-        kq[:, :, 1].mul_(options.scale)
+        inverse_norm = self.workspace.take("norm", n, H, 2, C, 1) if self.options.qk_l2norm else None
+        norms = (None, None) if inverse_norm is None else inverse_norm.unbind(2)
+        for i, (x, factor) in enumerate(((self.k, 1.0), (self.q, self.options.scale))):
+            self._scaled(x[:, tokens].transpose(1, 2), factor, kq[:, :, i], norms[i])
 
         R = self.value_heads // H
         v = self.v[:, tokens].transpose(1, 2)
@@ -146,8 +140,19 @@ class Loader:
             v=v.reshape(n * self.value_heads, C, -1),
             g=self._binary_decay(tokens).view(n * H, R, C, *self.g_tail),
             beta=self._beta(tokens).transpose(1, 2).reshape(n * self.value_heads, C, 1),
-            inverse_norm=inverse_norm,
+            inverse_norm=None if inverse_norm is None else inverse_norm.view(n * H, 2, C, 1),
         )
+
+    def _scaled(self, x: torch.Tensor, factor: float, out: torch.Tensor, inverse_norm: torch.Tensor | None) -> None:
+        """Write x `[count, H, C, K]` times factor, normalised if there is memory for the norms, to `out`."""
+        if inverse_norm is None:
+            torch.mul(x, factor, out=out)
+            return
+        if x.stride(-1) != 1:
+            x = out.copy_(x)  # as transformers passes it, with T fastest: rows are read once only
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self.dtype, out=inverse_norm)
+        inverse_norm.square_().add_(L2NORM_EPS).rsqrt_()
+        torch.mul(x, inverse_norm if factor == 1.0 else inverse_norm * factor, out=out)
 
     @property
     def g_tail(self) -> Sequence[int]:

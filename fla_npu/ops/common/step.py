@@ -1,4 +1,4 @@
-"""One token: the recurrence itself, without the machinery of chunks. Decoding calls this per layer and token, so that the
+"""One token: the recurrence itself, without the machinery of chunks. Decoding calls this per layer and token, so the
 number of PyTorch calls is what counts."""
 
 import torch
