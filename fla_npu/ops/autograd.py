@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fla_npu.ops.common.chunked import chunked_forward
+from fla_npu.ops.common.chunked import Kept, chunked_forward
 from fla_npu.ops.common.chunked_bwd import chunked_backward
 from fla_npu.ops.common.step import decode
 from fla_npu.ops.problem import Problem, Tensors
@@ -27,7 +27,7 @@ def eager(problem: Problem, *, differentiable: bool) -> tuple[torch.Tensor, torc
         if not wanted:
             one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
             return decode(problem) if one_each else chunked_forward(problem)
-        kept: list[torch.Tensor] | None = [] if options.keep_states and differentiable else None
+        kept: list[Kept] | None = [] if options.keep_states and differentiable else None
         o, final = DeltaRule.apply(*tensors, options, cu_seqlens, differentiable, kept)
         return o, final, None
 

@@ -4,27 +4,31 @@ For any device that PyTorch runs on: the path of CPUs, and of NPUs that Triton d
 it needs one state and the working memory of one chunk, whatever T is.
 """
 
+from collections.abc import Iterator
 from itertools import accumulate
 
 import torch
 
 from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
-from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, channel_decay
+from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, referenced_size
 from fla_npu.ops.common.step import one_token
 from fla_npu.ops.problem import Options, Problem
 
 Decay = ScalarDecay | ReferencedDecay | LevelDecay
 
+Kept = tuple[slice, type[Decay], torch.Tensor]
+"""The tokens of a step, its kind of decay and the state before it."""
+
 
 def chunked_forward(
-    problem: Problem, kept: list[torch.Tensor] | None = None
+    problem: Problem, kept: list[Kept] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run a call.
 
     Args:
         problem: the call.
-        kept: receives the state before every chunk, for `chunked_backward`.
+        kept: receives every step with the state before it, for `chunked_backward`.
 
     Returns:
         `o [B,T,HV,V]` in the dtype of v, the final state `[N,HV,K,V]` or V-first in float32 if asked for, and the
@@ -51,19 +55,17 @@ def _walk(
     S0: torch.Tensor,
     o: torch.Tensor,
     between: "_ChunkStates | None",
-    kept: list[torch.Tensor] | None,
+    kept: list[Kept] | None,
 ) -> torch.Tensor:
     """Forward over one run; returns its final states, K-first."""
     count = loader.run.count
     HV = o.shape[2]
     S = state_kind(loader.options).load_state(S0, loader.heads)
-    for tokens in chunks(loader.run, loader.options):
-        chunk = loader.load(tokens)
-        decay = make_decay(loader, chunk)
-        if between is not None:
+    for tokens, chunk, decay in steps(loader):
+        if between is not None and tokens.start % loader.options.chunk_size == 0:
             between.put(loader.run, tokens, decay.store_state(S, count))
         if kept is not None:
-            kept.append(S.clone())
+            kept.append((tokens, type(decay), S.clone()))
         A, P, X = decay.attend_(S)
         u = solve(loader, chunk, A, X)
         within = torch.bmm(P, u, out=loader.workspace.take("within", *u.shape))
@@ -78,10 +80,24 @@ def state_kind(options: Options) -> type[ScalarDecay] | type[ReferencedDecay]:
     return ReferencedDecay if options.decay == "channel" else ScalarDecay
 
 
-def make_decay(loader: Loader, chunk: Chunk) -> Decay:
-    """The decay of one chunk."""
-    build = channel_decay if loader.options.decay == "channel" else ScalarDecay
-    return build(chunk.kq, chunk.g, loader.workspace)
+def steps(loader: Loader) -> Iterator[tuple[slice, Chunk, Decay]]:
+    """The tokens that are worked on together, one step after the other: a chunk, or less of it.
+
+    Decays per channel that are too strong for the cheap way may still suit it in halves or quarters of a chunk, which
+    costs less than the other way on the whole.
+    """
+    size = loader.options.chunk_size
+    for start in range(0, loader.run.length, size):
+        tokens = slice(start, min(start + size, loader.run.length))
+        chunk = loader.load(tokens)
+        C = tokens.stop - tokens.start
+        kind: type[Decay] = ScalarDecay
+        if loader.options.decay == "channel":
+            fitting = referenced_size(chunk.g)
+            kind, C = (ReferencedDecay, fitting) if fitting else (LevelDecay, C)
+        for i in range(start, tokens.stop, C):
+            piece = chunk if tokens.stop - start == C else chunk.piece(slice(i - start, i - start + C))
+            yield slice(i, i + C), piece, kind(piece.kq, piece.g, loader.workspace)
 
 
 def solve(loader: Loader, chunk: Chunk, A: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
@@ -90,12 +106,6 @@ def solve(loader: Loader, chunk: Chunk, A: torch.Tensor, X: torch.Tensor) -> tor
     b = torch.sub(chunk.v, X[:, 0], out=take("b", *X[:, 0].shape)).mul_(chunk.beta)
     T = torch.mul(A, chunk.beta, out=take("T", *A.shape))
     return solve_unit_lower(T, b, out=take("u", *b.shape))
-
-
-def chunks(run: Run, options: Options) -> list[slice]:
-    """The chunks of every sequence of a run."""
-    size = options.chunk_size
-    return [slice(t, min(t + size, run.length)) for t in range(0, run.length, size)]
 
 
 def initial_states(problem: Problem, run: Run) -> torch.Tensor:

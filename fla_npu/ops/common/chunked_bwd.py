@@ -11,18 +11,19 @@ and the decay turns the gradients of A, P, X and the new state into those of q, 
 inputs' gradients and one state per chunk of the sequences in work.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fla_npu.ops.common.chunked import chunks, initial_states, make_decay, solve, state_kind
+from fla_npu.ops.common.chunked import Kept, initial_states, solve, state_kind, steps
 from fla_npu.ops.common.prepare import Loader, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Problem, Tensors
 
 
 def chunked_backward(
-    problem: Problem, do: torch.Tensor, d_final: torch.Tensor | None, kept: list[torch.Tensor] | None
+    problem: Problem, do: torch.Tensor, d_final: torch.Tensor | None, kept: list[Kept] | None
 ) -> Tensors:
     """Gradients of a call.
 
@@ -30,7 +31,7 @@ def chunked_backward(
         problem: the call, with the tensors of its forward pass.
         do: gradient of o, `[B,T,HV,V]`.
         d_final: gradient of the final state in the call's layout, or None.
-        kept: the state before every chunk, from `chunked_forward`; None recomputes them.
+        kept: every step with the state before it, from `chunked_forward`; None recomputes them.
 
     Returns:
         The gradient of every tensor of the call, of its shape and dtype; None where the call has none.
@@ -50,20 +51,20 @@ def chunked_backward(
     states = None if kept is None else iter(kept)
     for run in runs(problem):
         loader = Loader(tensors, options, run)
-        steps = chunks(run, options)
         if states is None:
-            before = _states_before(loader, initial_states(problem, run), steps)
+            before = _states_before(loader, initial_states(problem, run))
         else:
-            before = [next(states).clone() for _ in steps]
-        dS = torch.zeros_like(before[0])
+            before = list(_of_run(states, run.length))
+        dS = torch.zeros_like(before[0][-1])
         if d_final is not None:
             d_run = run.states_of(d_final)
             d_run = d_run.transpose(-1, -2) if options.state_v_first else d_run
             dS = state_kind(options).load_state(d_run.to(dtype), loader.heads)
         do_run = run.of(do)
-        for tokens in reversed(steps):
+        while before:
             # Popping frees each state as soon as it has served.
-            dS = _chunk_backward(loader, tokens, before.pop(), dS, do_run[:, tokens], grads)
+            step = before.pop()
+            dS = _step_backward(loader, step, dS, do_run[:, step[0]], grads)
         if dS0 is not None:
             target = run.states_of(dS0)
             target = target.transpose(-1, -2) if options.state_v_first else target
@@ -75,25 +76,30 @@ def _like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | N
     return None if grad is None or x is None else grad.to(x.dtype)
 
 
-def _states_before(loader: Loader, S0: torch.Tensor, steps: list[slice]) -> list[torch.Tensor]:
-    """The state before every chunk of a run."""
+def _states_before(loader: Loader, S0: torch.Tensor) -> list[Kept]:
+    """Every step of a run with the state before it."""
     S = state_kind(loader.options).load_state(S0, loader.heads)
-    states = [S.clone()]
-    for tokens in steps[:-1]:
-        chunk = loader.load(tokens)
-        decay = make_decay(loader, chunk)
+    before = []
+    for tokens, chunk, decay in steps(loader):
+        before.append((tokens, type(decay), S.clone()))
         A, _, X = decay.attend_(S)
         decay.write_(S, solve(loader, chunk, A, X))
-        states.append(S.clone())
-    return states
+    return before
 
 
-def _chunk_backward(
-    loader: Loader, tokens: slice, S: torch.Tensor, dS: torch.Tensor, do: torch.Tensor, grads: Tensors
-) -> torch.Tensor:
-    """Store the gradients of one chunk; returns that of the state before it."""
+def _of_run(kept: Iterator[Kept], length: int) -> Iterator[Kept]:
+    """The steps of the next run. Copies: the backward pass rescales states, and may be called again."""
+    for tokens, kind, S in kept:
+        yield tokens, kind, S.clone()
+        if tokens.stop == length:
+            return
+
+
+def _step_backward(loader: Loader, step: Kept, dS: torch.Tensor, do: torch.Tensor, grads: Tensors) -> torch.Tensor:
+    """Store the gradients of one step; returns that of the state before it."""
+    tokens, kind, S = step
     chunk = loader.load(tokens)
-    decay = make_decay(loader, chunk)
+    decay = kind(chunk.kq, chunk.g, loader.workspace)
     A, P, X = decay.attend_(S)
     w = torch.sub(chunk.v, X[:, 0])
     T = A * chunk.beta

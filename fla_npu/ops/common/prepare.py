@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fla_npu.ops.common.gate import gate_backward, gate_forward
+from fla_npu.ops.common.stages import FORGET
 from fla_npu.ops.common.workspace import Workspace
 from fla_npu.ops.problem import Options, Problem, Tensors
 from fla_npu.ops.utils.constant import RCP_LN2
@@ -96,11 +97,22 @@ class Chunk(NamedTuple):
     v: torch.Tensor
     """`[N*R, C, V]`, possibly strided and of the input's dtype."""
     g: torch.Tensor
-    """`[N, R, C]` or `[N, R, C, K]`: binary log decay."""
+    """`[N, R, C]` or `[N, R, C, K]`: binary log decay, at least `FORGET`."""
     beta: torch.Tensor
     """`[N*R, C, 1]`."""
     inverse_norm: torch.Tensor | None
     """`[N, 2, C, 1]`: what k and q were multiplied with by the L2 norm (without scale)."""
+
+    def piece(self, tokens: slice) -> "Chunk":
+        """Some tokens of it, as views."""
+        norm = self.inverse_norm
+        return Chunk(
+            kq=self.kq[:, :, tokens],
+            v=self.v[:, tokens],
+            g=self.g[:, :, tokens],
+            beta=self.beta[:, tokens],
+            inverse_norm=None if norm is None else norm[:, :, tokens],
+        )
 
 
 class Loader:
@@ -167,7 +179,7 @@ class Loader:
         g = self.g[:, tokens]
         if self.options.gate != "none":
             g = gate_forward(g.to(self.dtype), self.a, self.bias, self.options.gate, self.options.lower_bound)
-        return torch.mul(g.transpose(1, 2), RCP_LN2, out=out)
+        return torch.mul(g.transpose(1, 2), RCP_LN2, out=out).clamp_min_(FORGET)
 
     def _beta(self, tokens: slice) -> torch.Tensor:
         beta = self.beta[:, tokens].to(self.dtype)

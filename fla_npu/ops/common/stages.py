@@ -65,7 +65,7 @@ class ScalarDecay:
 
     Args:
         kq: `[N, 2, C, K]`, k and the scaled q of N = batch * H heads.
-        g: `[N, R, C]`, binary log decays.
+        g: `[N, R, C]`, binary log decays, at least `FORGET`.
         workspace: where results of its methods lie until the next chunk.
 
     States are `[N, K, R, V]`.
@@ -73,7 +73,6 @@ class ScalarDecay:
 
     def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
         self.kq, self.take = kq, workspace.take
-        g = g.clamp_min(FORGET)
         coarse = (g / QUANTUM).round_().mul_(QUANTUM)
         self.fine = (g - coarse).cumsum(-1)
         self.coarse = coarse.cumsum(-1)
@@ -176,21 +175,22 @@ class ReferencedDecay:
     """One decay per key channel and token (KDA), every exponent taken from the middle of the chunk.
 
     `D_ij = exp2(x_i) exp2(-x_j)` with x the log decay from the middle token: two factors that scale k and q once, so
-    that scores, read and write are plain products. It needs every |x| within `REACH`; `LevelDecay` does
-    without.
+    that scores, read and write are plain products. It needs every |x| within `REACH`: see `referenced_size`;
+    `LevelDecay` does without.
 
     Args:
         kq: `[N, 2, C, K]`, as for `ScalarDecay`.
-        x: `[N, R, C + 1, K]`, log decays from the middle of the chunk; last those from its start to the middle.
+        g: `[N, R, C, K]`, binary log decays.
         workspace: where results of its methods lie until the next chunk.
 
     States are `[N*R, K, V]`.
     """
 
-    def __init__(self, kq: torch.Tensor, x: torch.Tensor, workspace: Workspace) -> None:
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
         self.take = workspace.take
-        N, R, C, K = x.shape[0], x.shape[1], x.shape[2] - 1, x.shape[3]
-        self.shape = (N, R, C, K)
+        N, R, C, K = self.shape = g.shape
+        from_middle = _from_middle(C, g.device, g.dtype).expand(N * R, C + 1, C)
+        x = torch.bmm(from_middle, g.flatten(0, 1), out=self.take("x", N * R, C + 1, K)).view(N, R, C + 1, K)
         self.up = torch.exp2(x[:, :, :C], out=self.take("up", N, R, C, K))
         self.down = torch.reciprocal(self.up, out=self.take("down", N, R, C, K))
         self.to_middle = exp2_(x[:, :, C].clone()).view(N * R, K, 1)
@@ -397,24 +397,31 @@ class _Square(NamedTuple):
     cols: torch.Tensor
 
 
-def channel_decay(kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> ReferencedDecay | LevelDecay:
-    """The cheapest way that is safe for these decays.
+def referenced_size(g: torch.Tensor) -> int:
+    """The largest piece of a chunk for which `ReferencedDecay` is safe: all of it, a half, a quarter, or 0 for none.
+
+    Half a piece, to either side of its middle, may decay by `REACH` at most. On devices other than CPUs the values are
+    not looked at, which would stall the queue once per chunk.
 
     Args:
-        kq: `[N, 2, C, K]`.
-        g: `[N, R, C, K]`, binary log decays; smaller ones than `FORGET` are replaced by it.
+        g: `[N, R, C, K]`, binary log decays.
     """
-    g = g.clamp_min_(FORGET)
-    if g.device.type == "cpu":
-        # Looking at the values is free here; on a device it would stall the queue once per chunk.
-        N, R, C, K = g.shape
-        from_middle = _from_middle(C, g.device, g.dtype).expand(N * R, C + 1, C)
-        x = torch.bmm(from_middle, g.view(N * R, C, K), out=workspace.take("x", N * R, C + 1, K))
-        x = x.view(N, R, C + 1, K)
-        low, high = torch.aminmax(x)
-        if low.item() >= -REACH and high.item() <= REACH:
-            return ReferencedDecay(kq, x, workspace)
-    return LevelDecay(kq, g, workspace)
+    N, R, C, K = g.shape
+    if g.device.type != "cpu":
+        return 0
+    halves = 8 if C in (16, 32, 64) else 2
+    half = -(-C // halves)
+    padded = F.pad(g, (0, 0, 0, halves * half - C)) if halves * half > C else g
+    sums = padded.abs().reshape(N * R, halves, half, K).sum(2)
+    size, safe = 2 * half, 0
+    while True:
+        if not sums.amax().item() <= REACH:
+            return safe
+        safe = min(size, C)
+        if safe == C:
+            return C
+        sums = sums[:, ::2] + sums[:, 1::2]
+        size *= 2
 
 
 @lru_cache(maxsize=64)
