@@ -10,13 +10,4 @@ from fla_npu.ops.run import run
 
 def call(op: str, **arguments: Any) -> dispatch.Result:
     """`run`; under `torch.compile` as one opaque node of the graph, within which it runs as it would have outside."""
-    if not torch.compiler.is_compiling():
-        return run(op, **arguments)
-    if library.traceable(arguments):
-        return library.traced(op, arguments)
-    return _outside_the_graph(op, **arguments)
-
-
-@torch.compiler.disable
-def _outside_the_graph(op: str, **arguments: Any) -> dispatch.Result:
-    return run(op, **arguments)
+    return library.traced(op, arguments) if torch.compiler.is_compiling() else run(op, **arguments)

@@ -32,28 +32,38 @@ SCALARS = {
 }
 
 
-def traceable(arguments: dict[str, Any]) -> bool:
-    """Whether the custom op can carry these arguments: no unknown ones, none of the rare ones."""
-    return all(name in TENSORS or name in SCALARS or not value for name, value in arguments.items())
+UNTRACEABLE = ("return_intermediate_states", "cp_context")
 
 
 def traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None, None]:
     """The call as one node of a graph."""
+    for name in UNTRACEABLE:
+        if arguments.get(name):
+            raise NotImplementedError(f"{name} is not available under torch.compile")
+    if arguments.get("transpose_state_layout"):
+        arguments["state_v_first"] = True
     tensors = [arguments.get(name) for name in TENSORS]
     scalars = [arguments.get(name, default) for name, default in SCALARS.items()]
-    o, state = delta_rule(op, *tensors, *scalars)
+    known = {*TENSORS, *SCALARS, "transpose_state_layout"}
+    others = ",".join(name for name, value in arguments.items() if name not in known and value)
+    o, state = delta_rule(op, others, *tensors, *scalars)
     return o, state if arguments.get("output_final_state") else None, None
 
 
-def _arguments(tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> dict[str, Any]:
+def _arguments(others: str, tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> dict[str, Any]:
     """Keyword arguments of the public function: what it has no name for is None or False here and left out."""
-    named = {**dict(zip(TENSORS, tensors, strict=True)), **dict(zip(SCALARS, scalars, strict=True))}
+    named = {
+        **{name: True for name in others.split(",") if name},
+        **dict(zip(TENSORS, tensors, strict=True)),
+        **dict(zip(SCALARS, scalars, strict=True)),
+    }
     return {name: value for name, value in named.items() if value is not None and value is not False}
 
 
 @torch.library.custom_op("fla_npu::delta_rule", mutates_args=())
 def delta_rule(
     op: str,
+    others: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -79,19 +89,22 @@ def delta_rule(
     disable_recompute: bool,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """An op by its short name. The state is empty unless asked for."""
+    """An op by its short name. `others` names further keyword arguments, for the checks to judge.
+
+    Returns o and the final state, which is empty unless asked for.
+    """
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     scalars = (
         *(scale, lower_bound, chunk_size, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, disable_recompute, state_v_first),
     )
     with torch.no_grad():
-        o, state, _ = run(op, **_arguments(tensors, scalars))
+        o, state, _ = run(op, **_arguments(others, tensors, scalars))
     return o, q.new_empty(0, dtype=torch.float32) if state is None else state
 
 
 @delta_rule.register_fake
-def _(op: str, *args: Any) -> tuple[Tensor, Tensor]:
+def _(op: str, others: str, *args: Any) -> tuple[Tensor, Tensor]:
     q, v, cu_seqlens = args[0], args[2], args[TENSORS.index("cu_seqlens")]
     named = dict(zip(SCALARS, args[len(TENSORS) :], strict=True))
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -106,6 +119,7 @@ def _(op: str, *args: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("fla_npu::delta_rule_backward", mutates_args=())
 def delta_rule_backward(
     op: str,
+    others: str,
     do: Tensor,
     d_state: Tensor | None,
     q: Tensor,
@@ -139,18 +153,18 @@ def delta_rule_backward(
         *(scale, lower_bound, chunk_size, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, disable_recompute, state_v_first),
     )
-    grads = gradients(op, do, d_state, **_arguments(tensors, scalars))
+    grads = gradients(op, do, d_state, **_arguments(others, tensors, scalars))
     present = [(x, grad) for x, grad in zip(tensors, grads, strict=False) if x is not None]
     return [torch.zeros_like(x) if grad is None else grad.reshape(x.shape) for x, grad in present]
 
 
 @delta_rule_backward.register_fake
-def _(op: str, do: Tensor, d_state: Tensor | None, *args: Any) -> list[Tensor]:
+def _(op: str, others: str, do: Tensor, d_state: Tensor | None, *args: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x in args[: len(DIFFERENTIABLE)] if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.op, *args = inputs
+    ctx.op, ctx.others, *args = inputs
     ctx.save_for_backward(*args[: len(TENSORS)])
     ctx.scalars = args[len(TENSORS) :]
     ctx.has_state = args[len(TENSORS) + list(SCALARS).index("output_final_state")]
@@ -160,10 +174,12 @@ def _backward(ctx: Any, do: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...
     if not differentiable(ctx.op):
         raise NotImplementedError(NO_BACKWARD)
     tensors = ctx.saved_tensors
-    grads = iter(delta_rule_backward(ctx.op, do, d_state if ctx.has_state else None, *tensors, *ctx.scalars))
+    grads = iter(
+        delta_rule_backward(ctx.op, ctx.others, do, d_state if ctx.has_state else None, *tensors, *ctx.scalars)
+    )
     by_tensor = [None if x is None else next(grads) for x in tensors[: len(DIFFERENTIABLE)]]
     others = len(TENSORS) - len(DIFFERENTIABLE) + len(SCALARS)
-    return (None, *by_tensor, *[None] * others)
+    return (None, None, *by_tensor, *[None] * others)
 
 
 delta_rule.register_autograd(_backward, setup_context=_setup_context)

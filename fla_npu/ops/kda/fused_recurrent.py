@@ -69,7 +69,6 @@ def fused_recurrent_kda(
     )[:2]
 
 
-@torch.compiler.disable
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
