@@ -414,7 +414,7 @@ _warned_names: set[str] = set()
 def _warn(message: str, category: type[Warning]) -> None:
     """Warn about the line that called into the package: Python shows a DeprecationWarning only to its own author."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("fla_npu.", "torch.")):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "torch.").startswith(("fla_npu.", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
