@@ -1,5 +1,7 @@
-"""The one autograd Function of the delta-rule ops: saves the arguments, forwards to the chunked passes."""
+"""The autograd Functions of the delta-rule ops: one saves the arguments and forwards to the chunked passes, the other
+has no backward pass and says so."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,25 +13,32 @@ from fla_npu.ops.common.chunked_bwd import chunked_backward
 from fla_npu.ops.common.step import decode
 from fla_npu.ops.problem import Problem, Tensors
 
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
 NO_BACKWARD = "the fused_recurrent ops have no backward pass: train through chunk_gated_delta_rule or chunk_kda"
 
 
-def eager(problem: Problem, *, differentiable: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The `eager` implementation: the chunked passes, with gradients where they are wanted.
-
-    Args:
-        problem: the call.
-        differentiable: False makes the backward pass raise NotImplementedError, as in FLA's recurrent ops.
-    """
+def eager(problem: Problem) -> Result:
+    """The `eager` implementation: the chunked passes, with gradients where they are wanted."""
     tensors, options, cu_seqlens = problem
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     with without_autocast(tensors.q.device.type):
-        if not wanted:
-            one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
-            return decode(problem) if one_each else chunked_forward(problem)
-        kept: list[Kept] | None = [] if options.keep_states and differentiable else None
-        o, final = DeltaRule.apply(*tensors, options, cu_seqlens, differentiable, kept)
-        return o, final, None
+        if gradients_wanted(tensors):
+            kept: list[Kept] | None = [] if options.keep_states else None
+            return (*DeltaRule.apply(*tensors, options, cu_seqlens, kept), None)
+        one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
+        return decode(problem) if one_each else chunked_forward(problem)
+
+
+def forward_only(run: Callable[[Problem], Result], problem: Problem) -> Result:
+    """Run a call such that a backward pass through its results raises NotImplementedError."""
+    if gradients_wanted(problem.tensors):
+        return (*ForwardOnly.apply(run, problem, *problem.tensors), None)
+    return run(problem)
+
+
+def gradients_wanted(tensors: Tensors) -> bool:
+    """Whether autograd records what happens to these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -44,21 +53,35 @@ class DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tensors, (options, cu_seqlens, _, kept) = Tensors(*args[:-4]), args[-4:]
+        tensors, (options, cu_seqlens, kept) = Tensors(*args[:-3]), args[-3:]
         o, final, _ = chunked_forward(Problem(tensors, options, cu_seqlens), kept)
         return o, final
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:-4])
-        ctx.options, ctx.cu_seqlens, ctx.differentiable, ctx.kept = inputs[-4:]
+        ctx.save_for_backward(*inputs[:-3])
+        ctx.options, ctx.cu_seqlens, ctx.kept = inputs[-3:]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if not ctx.differentiable:
-            raise NotImplementedError(NO_BACKWARD)
         with without_autocast(do.device.type):
             problem = Problem(Tensors(*ctx.saved_tensors), ctx.options, ctx.cu_seqlens)
             grads = chunked_backward(problem, do, d_final, ctx.kept)
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None)
+
+
+class ForwardOnly(torch.autograd.Function):
+    """Arguments: what runs the call, the call, and its tensors once more for autograd to see."""
+
+    @staticmethod
+    def forward(run: Callable[[Problem], Result], problem: Problem, *tensors: Any) -> tuple[Any, ...]:
+        return run(problem._replace(tensors=Tensors(*tensors)))[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(NO_BACKWARD)

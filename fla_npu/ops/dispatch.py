@@ -16,13 +16,11 @@ import torch
 
 from fla_npu import settings
 from fla_npu.errors import ImplementationError
-from fla_npu.ops.autograd import eager
+from fla_npu.ops.autograd import Result, eager, forward_only
 from fla_npu.ops.common.reference import reference_forward
 from fla_npu.ops.problem import Problem
 
 logger = logging.getLogger(__name__)
-
-Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 OPS = ("chunk_gdn", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd")
 """The ops by the short names that `explain` takes."""
@@ -41,8 +39,7 @@ class Implementation:
 
     name: str
     what: str
-    run: Callable[[Problem, bool], Result]
-    """Called with the call and whether a backward pass exists."""
+    run: Callable[[Problem], Result]
     refuses_device: Callable[[str, str], str | None]
     """Why an op does not run on a device type, or None."""
     refuses_call: Callable[[Problem], str | None]
@@ -64,14 +61,14 @@ IMPLEMENTATIONS = (
     Implementation(
         name="eager",
         what="the chunked dataflow in PyTorch",
-        run=lambda problem, differentiable: eager(problem, differentiable=differentiable),
+        run=eager,
         refuses_device=lambda op, device: None,
         refuses_call=_no_chunk_form,
     ),
     Implementation(
         name="reference",
         what="the recurrence, token by token",
-        run=lambda problem, differentiable: reference_forward(problem),
+        run=reference_forward,
         refuses_device=lambda op, device: (
             "states in place are not part of it" if op == "fused_recurrent_kda_fwd" else None
         ),
@@ -123,7 +120,7 @@ def run(op: str, problem: Problem, *, differentiable: bool) -> Result:
         if requested != "auto":
             raise ImplementationError(f"implementation {requested!r} cannot run this call of {op}: {refusal}")
         implementation = next(other for other in IMPLEMENTATIONS if other.refuses_call(problem) is None)
-    return implementation.run(problem, differentiable)
+    return implementation.run(problem) if differentiable else forward_only(implementation.run, problem)
 
 
 def _requested() -> str:
