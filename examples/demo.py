@@ -6,6 +6,11 @@ For each model (Gated DeltaNet and Kimi Delta Attention, each 3 : 1 with full at
 and how the run on fla_npu compares with the same run on transformers' torch functions: the largest logit difference,
 whether the greedy tokens agree, and the speeds. Then it measures the prefill time against the length on both paths and
 writes `prefill.png` and `demo.json`. The full-attention layer, the projections and the MLPs are the same code in both.
+
+The logit difference is rounding, most of it that of transformers' chunk functions: the trained models decay by up to
+exp(-178) per token, and differences of such cumulative decays lose digits in fp32. Against float64, the outputs of
+this package's ops on these models have a normalised mean squared error of 1e-14 to 3e-14; transformers' have 5e-13 to
+1e-10.
 """
 
 import json
@@ -134,7 +139,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 4), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(results["models"]), sharey=True)
     for axes, (op, record) in zip(panels, results["models"].items(), strict=True):
-        for name, color, marker in [("fla_npu", "C0", "o"), ("transformers", "C1", "s")]:
+        for name, color, marker, label_offset in [("fla_npu", "C0", "o", -13), ("transformers", "C1", "s", 6)]:
             points = record["sweep"][name]
             axes.plot(
                 [point["tokens"] for point in points],
@@ -148,7 +153,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
                 f"{points[-1]['seconds']:.2g} s",
                 (points[-1]["tokens"], points[-1]["seconds"]),
                 textcoords="offset points",
-                xytext=(0, 6),
+                xytext=(0, label_offset),
                 ha="center",
                 fontsize=8,
                 color=color,
