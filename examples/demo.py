@@ -18,14 +18,12 @@ import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import transformers
-from tqdm import tqdm
 
 import fla_npu
 from fla_npu.assets import MODELS, model_folder
@@ -37,22 +35,9 @@ NEW_TOKENS = 200
 PIECE = 2048
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PATHS = {"fla_npu": run_served, "transformers": run_torch_path}
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much of the sweep one path of one model gets, so that the demo ends in minutes."""
-
-    longest: int
-    repeats: int
-
-
-EFFORTS = {
-    ("gdn", "fla_npu"): Effort(16384, 2),
-    ("gdn", "transformers"): Effort(16384, 2),
-    ("kda", "fla_npu"): Effort(16384, 2),
-    ("kda", "transformers"): Effort(8192, 1),
-}
+REPEATS = 2
+SWEEP_SECONDS = 20.0
+"""Most time that one path of one model gets in the sweep, so that the demo ends in minutes on a slow machine too."""
 
 
 def prompt_text(num_bytes: int) -> bytes:
@@ -114,22 +99,28 @@ def generate_and_compare(op: str, model: Any) -> dict[str, Any]:
 
 
 def sweep(op: str, model: Any) -> dict[str, list[dict[str, float]]]:
-    """Prefill time against length on both paths, the repeats interleaved; the least time of each counts."""
+    """Prefill time against length on both paths, the repeats interleaved; the least time of each counts.
+
+    A path stops before a length that would take it beyond `SWEEP_SECONDS`: twice the tokens take twice the time.
+    """
     ids = as_ids(prompt_text(max(LENGTHS)))
-    seconds: dict[tuple[str, int], float] = {}
-    jobs = [
-        (length, name)
-        for length in LENGTHS
-        for repeat in range(max(effort.repeats for effort in EFFORTS.values()))
-        for name in PATHS
-        if length <= EFFORTS[op, name].longest and repeat < EFFORTS[op, name].repeats
-    ]
-    for length, name in tqdm(jobs, desc=f"{op} prefill against length", unit="run", file=sys.stderr):
-        run = PATHS[name](model, ids[:, :length], 1, PIECE)
-        seconds[name, length] = min(run.prefill_seconds, seconds.get((name, length), float("inf")))
-    return {
-        name: [{"tokens": n, "seconds": seconds[name, n]} for n in LENGTHS if (name, n) in seconds] for name in PATHS
-    }
+    points: dict[str, list[dict[str, float]]] = {name: [] for name in PATHS}
+    spent = dict.fromkeys(PATHS, 0.0)
+    for length in LENGTHS:
+        running = [
+            name
+            for name, measured in points.items()
+            if not measured or spent[name] + 2 * REPEATS * measured[-1]["seconds"] <= SWEEP_SECONDS
+        ]
+        seconds: dict[str, list[float]] = {name: [] for name in running}
+        for _ in range(REPEATS):
+            for name in running:
+                seconds[name].append(PATHS[name](model, ids[:, :length], 1, PIECE).prefill_seconds)
+        for name, times in seconds.items():
+            spent[name] += sum(times)
+            points[name].append({"tokens": length, "seconds": min(times)})
+            print(f"{op} prefill of {length} tokens on {name}: {min(times):.2f} s", file=sys.stderr)
+    return points
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -163,9 +154,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axes.set_xticks(LENGTHS, [f"{length // 1024}K" for length in LENGTHS])
         axes.set_xlim(LENGTHS[0] / 1.3, LENGTHS[-1] * 1.3)
         axes.set_xlabel("prompt length (bytes = tokens)")
-        longest = EFFORTS[op, "transformers"].longest
-        capped = f"\ntransformers measured up to {longest // 1024}K only" if longest < max(LENGTHS) else ""
-        axes.set_title(f"{MODELS[op]}{capped}", fontsize=10)
+        notes = [
+            f"{name} up to {points[-1]['tokens'] // 1024}K only: {SWEEP_SECONDS:.0f} s per line"
+            for name, points in record["sweep"].items()
+            if points[-1]["tokens"] < max(LENGTHS)
+        ]
+        axes.set_title("\n".join([MODELS[op], *notes]), fontsize=10)
         axes.grid(alpha=0.3, which="both")
         axes.legend(loc="upper left")
     panels[0].set_ylabel("prefill time of the whole model (s)")
