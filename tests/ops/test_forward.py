@@ -116,6 +116,16 @@ def test_in_kernel_options(op: str, gate: str, beta: str):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1e-3, 1e-2])
+def test_epsilon_of_the_norm(op: str, T: int, size: float):
+    """1e-6 under the root: rows of such sizes come out shorter than 1, and rows of zeros as zeros."""
+    call = make_call(op, T=T, l2norm=True)
+    call["q"], call["k"] = size * call["q"], size * call["k"]
+    check(op, call)
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "bounds",
     [
