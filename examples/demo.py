@@ -36,7 +36,7 @@ PIECE = 2048
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PATHS = {"fla_npu": run_served, "transformers": run_torch_path}
 REPEATS = 2
-SWEEP_SECONDS = 20.0
+SWEEP_SECONDS = 30.0
 """Most time that one path of one model gets in the sweep, so that the demo ends in minutes on a slow machine too."""
 
 
