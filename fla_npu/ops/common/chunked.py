@@ -59,18 +59,16 @@ def _walk(
 ) -> torch.Tensor:
     """Forward over one run; returns its final states, K-first."""
     count = loader.run.count
-    HV = o.shape[2]
+    o = o.transpose(1, 2)
     S = state_kind(loader.options).load_state(S0, loader.heads)
     for tokens, chunk, decay in steps(loader):
         if between is not None and tokens.start % loader.options.chunk_size == 0:
             between.put(loader.run, tokens, decay.store_state(S, count))
         if kept is not None:
             kept.append((tokens, type(decay), S.clone()))
-        A, P, X = decay.attend_(S)
-        u = solve(loader, chunk, A, X)
-        within = torch.bmm(P, u, out=loader.workspace.take("within", *u.shape))
-        heads_first = (x.unflatten(0, (count, HV)).transpose(1, 2) for x in (X[:, 1], within))
-        torch.add(*heads_first, out=o[:, tokens])
+        A, P = decay.attend_(S)
+        u = solve(loader, chunk, decay, A)
+        decay.output(torch.bmm(P, u, out=loader.workspace.take("within", *u.shape)), o[:, :, tokens])
         decay.write_(S, u)
     return state_kind(loader.options).store_state(S, count)
 
@@ -100,12 +98,10 @@ def steps(loader: Loader) -> Iterator[tuple[slice, Chunk, Decay]]:
             yield slice(i, i + C), piece, kind(piece.kq, piece.g, loader.workspace)
 
 
-def solve(loader: Loader, chunk: Chunk, A: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
-    """u `[N*R, C, V]` of one chunk, given `Decay.attend`'s A and X."""
-    take = loader.workspace.take
-    b = torch.sub(chunk.v, X[:, 0], out=take("b", *X[:, 0].shape)).mul_(chunk.beta)
-    T = torch.mul(A, chunk.beta, out=take("T", *A.shape))
-    return solve_unit_lower(T, b, out=take("u", *b.shape))
+def solve(loader: Loader, chunk: Chunk, decay: Decay, A: torch.Tensor) -> torch.Tensor:
+    """u `[N*R, C, V]` of one step, given A from `attend_`."""
+    b = decay.residual(chunk.v, chunk.beta)
+    return solve_unit_lower(torch.mul(A, chunk.beta, out=loader.workspace.take("T", *A.shape)), b, out=b)
 
 
 def initial_states(problem: Problem, run: Run) -> torch.Tensor:

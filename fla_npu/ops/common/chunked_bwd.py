@@ -82,8 +82,8 @@ def _states_before(loader: Loader, S0: torch.Tensor) -> list[Kept]:
     before = []
     for tokens, chunk, decay in steps(loader):
         before.append((tokens, type(decay), S.clone()))
-        A, _, X = decay.attend_(S)
-        decay.write_(S, solve(loader, chunk, A, X))
+        A, _ = decay.attend_(S)
+        decay.write_(S, solve(loader, chunk, decay, A))
     return before
 
 
@@ -100,8 +100,8 @@ def _step_backward(loader: Loader, step: Kept, dS: torch.Tensor, do: torch.Tenso
     tokens, kind, S = step
     chunk = loader.load(tokens)
     decay = kind(chunk.kq, chunk.g, loader.workspace)
-    A, P, X = decay.attend_(S)
-    w = torch.sub(chunk.v, X[:, 0])
+    A, P = decay.attend_(S)
+    w = torch.sub(chunk.v, decay.read()[:, 0])
     T = A * chunk.beta
     u = solve_unit_lower(T, w * chunk.beta)
 

@@ -1,14 +1,14 @@
 """What happens to the arguments of a call before and after the chunk loop: where its sequences lie, and how a chunk of
 the caller's tensors becomes contiguous heads-first working memory (L2 norm, gate and sigmoid applied), and back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fla_npu.ops.common.gate import gate_backward, gate_forward
-from fla_npu.ops.common.stages import FORGET
+from fla_npu.ops.common.stages import FORGET, Cumulative, cumulative
 from fla_npu.ops.common.workspace import Workspace
 from fla_npu.ops.problem import Options, Problem, Tensors
 from fla_npu.ops.utils.constant import RCP_LN2
@@ -18,6 +18,9 @@ L2NORM_EPS = 1e-6
 # Sequences are taken together until this many tokens of heads are in work: enough to fill matrix products, few enough
 # to keep what one step needs in cache and to keep memory independent of the batch.
 ROWS_PER_STEP = 8192
+
+# Gates per head are so small that a chunk of them costs more in calls than in arithmetic; this many share one.
+CHUNKS_PER_GATE_BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,8 @@ class Chunk(NamedTuple):
     """`[N, 2, C, K]`: k, and q times scale."""
     v: torch.Tensor
     """`[N*R, C, V]`, possibly strided and of the input's dtype."""
-    g: torch.Tensor
-    """`[N, R, C]` or `[N, R, C, K]`: binary log decay, at least `FORGET`."""
+    g: Any
+    """Binary log decays, at least `FORGET`: `[N, R, C]` and summed (scalar), or `[N, R, C, K]` (channel)."""
     beta: torch.Tensor
     """`[N*R, C, 1]`."""
     inverse_norm: torch.Tensor | None
@@ -115,6 +118,16 @@ class Chunk(NamedTuple):
         )
 
 
+class _Gates(NamedTuple):
+    """What is computed for many chunks at once because it is small."""
+
+    start: int
+    beta: torch.Tensor
+    """`[N*R, tokens, 1]`."""
+    g: list[Cumulative] | None
+    """Summed decays per head of each chunk; None for decays per channel."""
+
+
 class Loader:
     """Reads chunks of one run of sequences, and writes their gradients.
 
@@ -127,52 +140,75 @@ class Loader:
     def __init__(self, tensors: Tensors, options: Options, run: Run) -> None:
         self.options = options
         self.run = run
-        self.q, self.k, self.v = (run.of(x) for x in (tensors.q, tensors.k, tensors.v))
+        self.q, self.k, self.v = (run.of(x).transpose(1, 2) for x in (tensors.q, tensors.k, tensors.v))
         self.beta = run.of(tensors.beta)
         self.g = None if tensors.g is None else run.of(tensors.g)
         self.dtype = working_dtype(tensors.q)
         self.workspace = Workspace(tensors.q, self.dtype)
-        self.heads, self.key_dim = self.q.shape[2:]
-        self.value_heads = self.v.shape[2]
+        self.heads, self.key_dim = self.q.shape[1], self.q.shape[3]
+        self.value_heads = self.v.shape[1]
+        self.g_tail = (self.key_dim,) if options.decay == "channel" else ()
+        self._current: _Gates | None = None
         self.a, self.bias = gate_parameters(tensors, options)
 
     def load(self, tokens: slice) -> Chunk:
-        """One chunk."""
-        n, C, H, K = self.k[:, tokens].shape
+        """One chunk, or a piece of it for decays per channel."""
+        n, H, C, K = self.k[:, :, tokens].shape
         kq = self.workspace.take("kq", n, H, 2, C, K)
-        inverse_norm = self.workspace.take("norm", n, H, 2, C, 1) if self.options.qk_l2norm else None
-        norms = (None, None) if inverse_norm is None else inverse_norm.unbind(2)
-        for i, (x, factor) in enumerate(((self.k, 1.0), (self.q, self.options.scale))):
-            self._scaled(x[:, tokens].transpose(1, 2), factor, kq[:, :, i], norms[i])
-
-        R = self.value_heads // H
-        v = self.v[:, tokens].transpose(1, 2)
+        if self.options.qk_l2norm:
+            inverse_norm = self.workspace.take("norm", n, H, 2, C, 1)
+            self._normalised(self.k[:, :, tokens], 1.0, kq[:, :, 0], inverse_norm[:, :, 0])
+            self._normalised(self.q[:, :, tokens], self.options.scale, kq[:, :, 1], inverse_norm[:, :, 1])
+            inverse_norm = inverse_norm.view(n * H, 2, C, 1)
+        else:
+            inverse_norm = None
+            kq[:, :, 0].copy_(self.k[:, :, tokens])
+            torch.mul(self.q[:, :, tokens], self.options.scale, out=kq[:, :, 1])
+        gates = self._gates(tokens)
+        i = tokens.start - gates.start
+        if gates.g is None:
+            g = self._decay(tokens).view(n * H, -1, C, K)
+        else:
+            g = gates.g[i // self.options.chunk_size]
         return Chunk(
             kq=kq.view(n * H, 2, C, K),
-            v=v.reshape(n * self.value_heads, C, -1),
-            g=self._binary_decay(tokens).view(n * H, R, C, *self.g_tail),
-            beta=self._beta(tokens).transpose(1, 2).reshape(n * self.value_heads, C, 1),
-            inverse_norm=None if inverse_norm is None else inverse_norm.view(n * H, 2, C, 1),
+            v=self.v[:, :, tokens].reshape(n * self.value_heads, C, -1),
+            g=g,
+            beta=gates.beta[:, i : i + C],
+            inverse_norm=inverse_norm,
         )
 
-    def _scaled(self, x: torch.Tensor, factor: float, out: torch.Tensor, inverse_norm: torch.Tensor | None) -> None:
-        """Write x `[count, H, C, K]` times factor, normalised if there is memory for the norms, to `out`."""
-        if inverse_norm is None:
-            torch.mul(x, factor, out=out)
-            return
+    def _normalised(self, x: torch.Tensor, factor: float, out: torch.Tensor, inverse_norm: torch.Tensor) -> None:
+        """Write x `[count, H, C, K]` over its norm, times factor, to `out`."""
         if x.stride(-1) != 1:
             x = out.copy_(x)  # as transformers passes it, with T fastest: rows are read once only
         torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self.dtype, out=inverse_norm)
         inverse_norm.square_().add_(L2NORM_EPS).rsqrt_()
         torch.mul(x, inverse_norm if factor == 1.0 else inverse_norm * factor, out=out)
 
-    @property
-    def g_tail(self) -> Sequence[int]:
-        return (self.key_dim,) if self.options.decay == "channel" else ()
+    def _gates(self, tokens: slice) -> "_Gates":
+        """beta, and decays per head, of the block of chunks that these tokens lie in."""
+        size = self.options.chunk_size
+        block = CHUNKS_PER_GATE_BLOCK * size
+        start = tokens.start // block * block
+        if self._current is None or self._current.start != start:
+            inside = slice(start, min(start + block, self.run.length))
+            n, C, HV = self.beta[:, inside].shape
+            beta = self._beta(inside).transpose(1, 2).reshape(n * HV, C, 1)
+            g = None
+            if self.options.decay != "channel":
+                full = C // size * size
+                decay = self._decay(inside).view(n * self.heads, -1, C)
+                sums = cumulative(decay[..., :full].unflatten(-1, (C // size, size)))
+                g = [Cumulative(*chunk) for chunk in zip(*(x.unbind(2) for x in sums), strict=True)]
+                if full < C:
+                    g.append(cumulative(decay[..., full:]))
+            self._current = _Gates(start, beta, g)
+        return self._current
 
-    def _binary_decay(self, tokens: slice) -> torch.Tensor:
-        """Binary log decay `[count, HV, C(, K)]`."""
-        n, C, HV = self.beta[:, tokens].shape[:3]
+    def _decay(self, tokens: slice) -> torch.Tensor:
+        """Binary log decay `[count, HV, C(, K)]`, at least `FORGET`."""
+        n, C, HV = self.beta[:, tokens].shape
         out = self.workspace.take("g", n, HV, C, *self.g_tail)
         if self.g is None:
             return out.zero_()
@@ -182,6 +218,7 @@ class Loader:
         return torch.mul(g.transpose(1, 2), RCP_LN2, out=out).clamp_min_(FORGET)
 
     def _beta(self, tokens: slice) -> torch.Tensor:
+        """`[count, C, HV]`."""
         beta = self.beta[:, tokens].to(self.dtype)
         return torch.sigmoid(beta).mul_(self.options.beta_scale) if self.options.beta_sigmoid else beta
 
@@ -207,7 +244,7 @@ class Loader:
             # x/|x| = y: dx = (dy - y (y . dy)) / |x|, with y the normalised rows (q's without scale).
             dkq[:, 1].mul_(options.scale)
             unit = chunk.kq.clone()
-            unit[:, 1].div_(options.scale)
+            unit[:, 1].div_(options.scale or 1.0)
             dkq.sub_(unit * (unit * dkq).sum(-1, keepdim=True)).mul_(chunk.inverse_norm)
         else:
             dkq[:, 1].mul_(options.scale)

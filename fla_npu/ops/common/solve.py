@@ -17,7 +17,7 @@ def solve_unit_lower(
         A: `[N, C, C]`; only the part below the diagonal is read, the rest may hold anything.
         b: `[N, C, V]`.
         transpose: solve `(I + strict_lower(A))^T x = b`.
-        out: memory for x, where that helps; contiguous.
+        out: memory for x, where that helps: contiguous; may be b.
 
     Returns:
         x `[N, C, V]`.

@@ -19,11 +19,15 @@ class Workspace:
     def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
         self._device, self._dtype = like.device, dtype
         self._buffers: dict[str, torch.Tensor] = {}
+        self._shaped: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """A contiguous tensor of this shape with any content. The one taken under this name before is gone."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, device=self._device, dtype=self._dtype)
-        return buffer[:size].view(shape)
+        shaped = self._shaped.get((name, shape))
+        if shaped is None:
+            size = math.prod(shape)
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.numel() < size:
+                buffer = self._buffers[name] = torch.empty(size, device=self._device, dtype=self._dtype)
+            shaped = self._shaped[name, shape] = buffer[:size].view(shape)
+        return shaped
