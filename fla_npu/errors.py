@@ -1,11 +1,11 @@
 """Exceptions of fla_npu.
 
-    Exception
-    ├── ValueError, TypeError          bad arguments (FLA's AssertionError where FLA raises one, see `ShapeError`)
-    │   └── ShapeError                 also an AssertionError
-    └── RuntimeError
-        ├── ImplementationError        a requested implementation cannot run this call
-        └── MissingExtraError          an optional dependency is needed; the message names the extra
+Exception
+├── ValueError, TypeError          bad arguments (FLA's AssertionError where FLA raises one, see `ShapeError`)
+│   └── ShapeError                 also an AssertionError
+└── RuntimeError
+    ├── ImplementationError        a requested implementation cannot run this call
+    └── MissingExtraError          an optional dependency is needed; the message names the extra
 """
 
 

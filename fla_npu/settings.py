@@ -1,9 +1,9 @@
 """Every environment variable that fla_npu reads; nothing else in the package touches `os.environ`.
 
-| variable              | type | default | meaning                                                                      |
-|-----------------------|------|---------|------------------------------------------------------------------------------|
-| `FLA_NPU_IMPL`        | str  | `auto`  | implementation of every op: `auto` or a name from `fla_npu.ops.dispatch`     |
-| `FLA_NPU_CHECK_VALUES`| bool | `0`     | also check tensor values that cost a device sync (`cu_seqlens`, gate ranges) |
+| variable | type | default | meaning |
+|---|---|---|---|
+| `FLA_NPU_IMPL` | str | `auto` | implementation of every op: `auto`, or a name from `fla_npu.ops.dispatch` |
+| `FLA_NPU_CHECK_VALUES` | bool | `0` | also check values that cost a device sync (`cu_seqlens`, gate ranges) |
 """
 
 import os

@@ -6,6 +6,7 @@ Devices are looked at when a name such as `device` or `IS_NPU` is first read, ne
 import functools
 import inspect
 import logging
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -107,6 +108,7 @@ def tensor_cache(fn: F) -> F:
     Arguments are held weakly, results are shared between callers.
     """
     entries: deque[tuple[tuple[Any, ...], dict[str, Any], Any]] = deque(maxlen=8)
+    lock = threading.Lock()
 
     def freeze(x: Any) -> tuple[Any, int | None]:
         return (weakref.ref(x), x._version) if isinstance(x, torch.Tensor) else (x, None)
@@ -121,7 +123,9 @@ def tensor_cache(fn: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, torch.Tensor) and x.is_inference() for x in (*args, *kwargs.values())):
             return fn(*args, **kwargs)
-        for kept_args, kept_kwargs, result in entries:
+        with lock:
+            remembered = tuple(entries)
+        for kept_args, kept_kwargs, result in remembered:
             if (
                 len(args) == len(kept_args)
                 and kwargs.keys() == kept_kwargs.keys()
@@ -131,7 +135,8 @@ def tensor_cache(fn: F) -> F:
                 return result
         kept_args, kept_kwargs = tuple(map(freeze, args)), {name: freeze(x) for name, x in kwargs.items()}
         result = fn(*args, **kwargs)
-        entries.append((kept_args, kept_kwargs, result))
+        with lock:
+            entries.append((kept_args, kept_kwargs, result))
         return result
 
     return wrapper  # type: ignore[return-value]

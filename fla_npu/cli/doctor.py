@@ -7,6 +7,9 @@ from typing import Any
 
 import click
 
+from fla_npu.cli.errors import CommandError
+from fla_npu.errors import ImplementationError
+
 PACKAGES = {
     "torch": ("torch",),
     "transformers": ("transformers",),
@@ -28,7 +31,10 @@ NO_DEVICE_USED = (
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """Show what is installed, what each op would run on here and why, and what is missing for an NPU."""
-    findings = examine()
+    try:
+        findings = examine()
+    except ImplementationError as error:
+        raise CommandError(str(error), "unset FLA_NPU_IMPL, or set it to one of these names") from error
     if as_json:
         click.echo(json.dumps(findings))
         return

@@ -1,6 +1,7 @@
 """`fla-npu generate`: a hybrid language model prefils a prompt and generates, its linear attention on this package."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def _read_prompt(prompt: str | None, prompt_file: Any) -> bytes:
         if not text:
             raise CommandError("this Python has no standard-library sources to use as prompt", "give a --prompt")
         return text
-    text = prompt_file.read() if prompt is None else prompt.encode()
+    text = prompt_file.read() if prompt is None else os.fsencode(prompt)
     if not text:
         raise CommandError("the prompt is empty", "give some text with --prompt or --prompt-file")
     return text

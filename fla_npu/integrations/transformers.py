@@ -20,6 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class Report:
     """Calls passed on to the replaced function (another device, or `torch.export`), by the name of that function."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Patch:
     module: ModuleType
     name: str
@@ -72,6 +73,8 @@ class _Hook:
 
     def extend(self) -> None:
         """Replace the targets in every imported modeling module that this hook has not replaced yet."""
+        if self not in _live:
+            _live.append(self)
         replaced = {(patch.module.__name__, patch.name) for patch in self.patches}
         for module in _modeling_modules():
             for name in TARGETS:
@@ -84,13 +87,27 @@ class _Hook:
                 self.report.patched.append(f"{module.__name__}.{name}")
 
     def undo(self) -> None:
-        """Put the originals back, except where somebody else has replaced the replacement since."""
+        """Put the originals back. Where another hook was laid over this one, it gets the original to put back."""
         for patch in self.patches:
             if vars(patch.module).get(patch.name) is patch.replacement:
                 setattr(patch.module, patch.name, patch.original)
+            for later in _live:
+                for over in later.patches:
+                    if over.original is patch.replacement:
+                        over.original = patch.original
+        self.patches.clear()
+        if self in _live:
+            _live.remove(self)
 
 
+_lock = threading.RLock()
+_live: list[_Hook] = []
+"""Hooks with replacements in place, oldest first."""
 _active: _Hook | None = None
+_users = 0
+"""`enabled()` blocks that are open, in all threads."""
+_kept_on = False
+"""Whether `enable()` was called outside of such a block."""
 
 
 def enable() -> Report:
@@ -101,31 +118,46 @@ def enable() -> Report:
     Raises:
         MissingExtraError: transformers is not installed.
     """
-    global _active
+    global _kept_on
     _require_transformers()
-    if _active is None:
-        _active = _Hook(_serve)
-    _active.extend()
-    return _active.report
+    with _lock:
+        _kept_on = True
+        return _extend().report
 
 
 def disable() -> None:
-    """Undo `enable()`. Does nothing when the hook is off."""
+    """Undo `enable()`, also inside `enabled()` blocks. Does nothing when the hook is off."""
+    global _active, _kept_on
+    with _lock:
+        _kept_on = False
+        if _active is not None:
+            _active.undo()
+            _active = None
+
+
+def _extend() -> _Hook:
     global _active
-    if _active is not None:
-        _active.undo()
-        _active = None
+    if _active is None:
+        _active = _Hook(_serve)
+    _active.extend()
+    return _active
 
 
 @contextmanager
 def enabled() -> Iterator[Report]:
-    """`enable()` for the length of a `with` block; a hook that was already on stays on afterwards."""
-    was_active = _active is not None
+    """`enable()` for the length of a `with` block, or longer if another block or an `enable()` keeps the hook on."""
+    global _users
+    _require_transformers()
+    with _lock:
+        _users += 1
+        report = _extend().report
     try:
-        yield enable()
+        yield report
     finally:
-        if not was_active:
-            disable()
+        with _lock:
+            _users -= 1
+            if _users == 0 and not _kept_on:
+                disable()
 
 
 @contextmanager
@@ -140,11 +172,13 @@ def torch_path() -> Iterator[Report]:
     """
     _require_transformers()
     hook = _Hook(_unwrapped)
-    try:
+    with _lock:
         hook.extend()
+    try:
         yield hook.report
     finally:
-        hook.undo()
+        with _lock:
+            hook.undo()
 
 
 def _require_transformers() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fla_npu.ops.common.chunked import Kept, chunked_forward
+from fla_npu.ops.common.chunked import KeptStates, chunked_forward
 from fla_npu.ops.common.chunked_bwd import chunked_backward
 from fla_npu.ops.common.step import decode
 from fla_npu.ops.problem import Problem, Tensors
@@ -21,12 +21,11 @@ NO_BACKWARD = "the fused_recurrent ops have no backward pass: train through chun
 def eager(problem: Problem) -> Result:
     """The `eager` implementation: the chunked passes, with gradients where they are wanted."""
     tensors, options, cu_seqlens = problem
-    with without_autocast(tensors.q.device.type):
-        if gradients_wanted(tensors):
-            kept: list[Kept] | None = [] if options.keep_states else None
-            return (*DeltaRule.apply(*tensors, options, cu_seqlens, kept), None)
-        one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
-        return decode(problem) if one_each else chunked_forward(problem)
+    if gradients_wanted(tensors):
+        kept = KeptStates() if options.keep_states else None
+        return (*DeltaRule.apply(*tensors, options, cu_seqlens, kept), None)
+    one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
+    return decode(problem) if one_each else chunked_forward(problem)
 
 
 def forward_only(run: Callable[[Problem], Result], problem: Problem) -> Result:
@@ -43,7 +42,7 @@ def gradients_wanted(tensors: Tensors) -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast must not touch the products inside an op, whose arithmetic is float32 as in FLA's kernels."""
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

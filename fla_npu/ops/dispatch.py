@@ -16,7 +16,7 @@ import torch
 
 from fla_npu import settings
 from fla_npu.errors import ImplementationError
-from fla_npu.ops.autograd import Result, eager, forward_only
+from fla_npu.ops.autograd import Result, eager, forward_only, without_autocast
 from fla_npu.ops.common.reference import reference_forward
 from fla_npu.ops.problem import Problem
 
@@ -69,9 +69,7 @@ IMPLEMENTATIONS = (
         name="reference",
         what="the recurrence, token by token",
         run=reference_forward,
-        refuses_device=lambda op, device: (
-            "states in place are not part of it" if op == "fused_recurrent_kda_fwd" else None
-        ),
+        refuses_device=lambda op, device: None,
         refuses_call=lambda problem: (
             "it keeps no intermediate states" if problem.options.return_intermediate_states else None
         ),
@@ -120,7 +118,8 @@ def run(op: str, problem: Problem, *, differentiable: bool) -> Result:
         if requested != "auto":
             raise ImplementationError(f"implementation {requested!r} cannot run this call of {op}: {refusal}")
         implementation = next(other for other in IMPLEMENTATIONS if other.refuses_call(problem) is None)
-    return implementation.run(problem) if differentiable else forward_only(implementation.run, problem)
+    with without_autocast(problem.tensors.q.device.type):
+        return implementation.run(problem) if differentiable else forward_only(implementation.run, problem)
 
 
 def _requested() -> str:

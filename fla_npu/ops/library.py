@@ -32,6 +32,7 @@ SCALARS = {
 }
 
 
+WITHOUT_EFFECT = ("use_graph", "max_num_seqs", "transpose_state_layout")
 UNTRACEABLE = ("return_intermediate_states", "cp_context")
 
 
@@ -40,13 +41,18 @@ def traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None, N
     for name in UNTRACEABLE:
         if arguments.get(name):
             raise NotImplementedError(f"{name} is not available under torch.compile")
-    if arguments.get("transpose_state_layout"):
-        arguments["state_v_first"] = True
     tensors = [arguments.get(name) for name in TENSORS]
     scalars = [arguments.get(name, default) for name, default in SCALARS.items()]
-    known = {*TENSORS, *SCALARS, "transpose_state_layout"}
-    others = ",".join(name for name, value in arguments.items() if name not in known and value)
-    o, state = delta_rule(op, others, *tensors, *scalars)
+    both_layouts = arguments.get("transpose_state_layout") and arguments.get("state_v_first")
+    if arguments.get("transpose_state_layout"):
+        arguments["state_v_first"] = True
+    silent = {*TENSORS, *SCALARS, *WITHOUT_EFFECT}
+    others = [name for name, value in arguments.items() if name not in silent and value]
+    if both_layouts:
+        others.append("transpose_state_layout")
+    if op == "chunk_gdn" and "head_first" in arguments:
+        others.append("head_first")
+    o, state = delta_rule(op, ",".join(others), *tensors, *scalars)
     return o, state if arguments.get("output_final_state") else None, None
 
 
@@ -148,6 +154,8 @@ def delta_rule_backward(
     state_v_first: bool,
 ) -> list[Tensor]:
     """Gradients of those tensors of `DIFFERENTIABLE` that the call has."""
+    if not differentiable(op):  # only when it runs: a graph contains the backward pass whether it is wanted or not
+        raise NotImplementedError(NO_BACKWARD)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, cu_seqlens, cu_seqlens_cpu, chunk_indices)
     scalars = (
         *(scale, lower_bound, chunk_size, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
@@ -171,8 +179,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, do: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
-    if not differentiable(ctx.op):
-        raise NotImplementedError(NO_BACKWARD)
     tensors = ctx.saved_tensors
     grads = iter(
         delta_rule_backward(ctx.op, ctx.others, do, d_state if ctx.has_state else None, *tensors, *ctx.scalars)

@@ -130,8 +130,10 @@ def test_refusals_name_the_reason():
         pytest.raises(ImplementationError, match=r"'reference' cannot run .* intermediate states"),
     ):
         OPS["chunk_kda"](**make_call("chunk_kda"), return_intermediate_states=True)
-    with use_implementation("reference"), pytest.raises(ImplementationError, match="in place are not part of it"):
-        explain("fused_recurrent_kda_fwd")
+    pool = make_call("fused_recurrent_kda", T=1)
+    pool["ssm_state_indices"] = torch.arange(pool["initial_state"].shape[0])
+    with use_implementation("reference"), pytest.raises(ImplementationError, match="cannot update states in a pool"):
+        fused_recurrent_kda_fwd(**pool)
 
 
 def test_rare_arguments_fall_back(ran: list[str]):

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fla_npu.ops.common import stages
-from fla_npu.ops.common.stages import FORGET, REACH, LevelDecay, ReferencedDecay, ScalarDecay, referenced_size
+from fla_npu.ops.common.stages import (
+    FORGET,
+    REACH,
+    LevelDecay,
+    ReferencedDecay,
+    ScalarDecay,
+    cumulative,
+    referenced_size,
+)
 from fla_npu.ops.common.workspace import Workspace
 from fla_npu.ops.utils.constant import RCP_LN2
 
@@ -27,7 +35,7 @@ def prepared(g: torch.Tensor) -> torch.Tensor:
 
 
 def scalar(kq: torch.Tensor, g: torch.Tensor) -> ScalarDecay:
-    return ScalarDecay(kq, prepared(g), Workspace(kq, kq.dtype))
+    return ScalarDecay(kq, cumulative(prepared(g)), Workspace(kq, kq.dtype))
 
 
 def referenced(kq: torch.Tensor, g: torch.Tensor) -> ReferencedDecay:
@@ -88,7 +96,8 @@ def by_class(build: Build, kq, g, S, u, dA, dP, dX, dS) -> tuple[torch.Tensor, .
 
     # Results may lie in memory that the next method works on, as may what is handed in.
     before, after = load(S), load(dS)
-    A, P, X = (x.clone() for x in decay.attend_(before))
+    A, P = (x.clone() for x in decay.attend_(before))
+    X = decay.read().clone()
     du = decay.write_backward(after).clone()
     back = decay.backward_(dA.clone(), dP.clone(), dX.clone(), after, u, before)
     decay = build(kq, g)
@@ -202,7 +211,7 @@ def test_pieces_keep_within_reach(C: int, strength: float, seed: int):
     for start in range(0, C, size or C):
         piece = g[:, :, start : start + size] if size else g[:, :, :0]
         n = piece.shape[2]
-        x = torch.matmul(stages._from_middle(n, g.device, g.dtype), piece) if n else piece
+        x = torch.matmul(stages._from_middle(n, g), piece) if n else piece
         # Sums of at most 64 numbers, added up in two different orders.
         assert x.abs().sum() == 0 or x.abs().max() <= REACH * (1 + 64 * 6e-8)
 

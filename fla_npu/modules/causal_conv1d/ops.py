@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.ops.checks import sequence_bounds
 
 ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "cuda", "mix")
@@ -45,7 +46,8 @@ def causal_conv1d(
         activation: None, `"silu"` or `"swish"` (the same).
         backend: FLA's names `"triton"`, `"cuda"`, `"mix"`; one implementation serves all.
         cu_seqlens: `[N + 1]`, bounds of the sequences packed in x, whose B is then 1.
-        cu_seqlens_cpu, chunk_indices: accepted for FLA's sake; nothing here needs them.
+        cu_seqlens_cpu: the same on the host, which saves a device synchronisation.
+        chunk_indices: accepted for FLA's sake; nothing here needs them.
         cp_context: must be None, context parallelism is not supported.
 
     Returns:
@@ -54,7 +56,7 @@ def causal_conv1d(
 
     Raises:
         ShapeError: shapes that do not fit together.
-        ValueError: unknown activation or backend.
+        ValueError: unknown activation or backend, bounds that are none of x's.
         NotImplementedError: `cp_context` is given.
     """
     if cp_context is not None:
@@ -67,6 +69,8 @@ def causal_conv1d(
         raise ShapeError(f"x must be [B, T, D], got {tuple(shape)}")
     D, W = weight.shape
     N = _num_sequences(x, cu_seqlens)
+    if cu_seqlens is not None and not torch.compiler.is_compiling():
+        sequence_bounds(cu_seqlens, x.shape[1], cu_seqlens_cpu)
     _check_state("initial_state", initial_state, (N, D, W))
 
     taps = weight.mT.contiguous()
@@ -254,7 +258,7 @@ class ShortConvolution(nn.Conv1d):
             if cu_seqlens is not None:
                 raise ValueError("`mask` and `cu_seqlens` cannot be provided at the same time")
             x = x * mask.unsqueeze(-1)
-        one_token_each = x.shape[0] * x.shape[1] == _num_sequences(x, cu_seqlens)
+        one_token_each = x.shape[1] == (1 if cu_seqlens is None else _num_sequences(x, cu_seqlens))
         if (
             one_token_each
             and not torch.is_grad_enabled()

@@ -17,18 +17,19 @@ from fla_npu.ops.problem import Options, Problem
 
 Decay = ScalarDecay | ReferencedDecay | LevelDecay
 
-Kept = tuple[slice, type[Decay], torch.Tensor]
-"""The tokens of a step, its kind of decay and the state before it."""
+
+class KeptStates(list[torch.Tensor]):
+    """The state before every chunk, in the order of the forward pass. A class, lest functorch takes it for a pytree."""
 
 
 def chunked_forward(
-    problem: Problem, kept: list[Kept] | None = None
+    problem: Problem, kept: KeptStates | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run a call.
 
     Args:
         problem: the call.
-        kept: receives every step with the state before it, for `chunked_backward`.
+        kept: receives the state before every chunk, for `chunked_backward`.
 
     Returns:
         `o [B,T,HV,V]` in the dtype of v, the final state `[N,HV,K,V]` or V-first in float32 if asked for, and the
@@ -55,21 +56,22 @@ def _walk(
     S0: torch.Tensor,
     o: torch.Tensor,
     between: "_ChunkStates | None",
-    kept: list[Kept] | None,
+    kept: KeptStates | None,
 ) -> torch.Tensor:
     """Forward over one run; returns its final states, K-first."""
     count = loader.run.count
     o = o.transpose(1, 2)
     S = state_kind(loader.options).load_state(S0, loader.heads)
-    for tokens, chunk, decay in steps(loader):
-        if between is not None and tokens.start % loader.options.chunk_size == 0:
-            between.put(loader.run, tokens, decay.store_state(S, count))
+    for tokens in chunks(loader):
+        if between is not None:
+            between.put(loader.run, tokens, state_kind(loader.options).store_state(S, count))
         if kept is not None:
-            kept.append((tokens, type(decay), S.clone()))
-        A, P = decay.attend_(S)
-        u = solve(loader, chunk, decay, A)
-        decay.output(torch.bmm(P, u, out=loader.workspace.take("within", *u.shape)), o[:, :, tokens])
-        decay.write_(S, u)
+            kept.append(S.clone())
+        for step, chunk, decay in steps(loader, tokens):
+            A, P = decay.attend_(S)
+            u = solve(loader, chunk, decay, A)
+            decay.output(torch.bmm(P, u, out=loader.workspace.take("within", *u.shape)), o[:, :, step])
+            decay.write_(S, u)
     return state_kind(loader.options).store_state(S, count)
 
 
@@ -78,24 +80,27 @@ def state_kind(options: Options) -> type[ScalarDecay] | type[ReferencedDecay]:
     return ReferencedDecay if options.decay == "channel" else ScalarDecay
 
 
-def steps(loader: Loader) -> Iterator[tuple[slice, Chunk, Decay]]:
-    """The tokens that are worked on together, one step after the other: a chunk, or less of it.
+def chunks(loader: Loader) -> list[slice]:
+    """The chunks of every sequence of a run."""
+    size, length = loader.options.chunk_size, loader.run.length
+    return [slice(t, min(t + size, length)) for t in range(0, length, size)]
+
+
+def steps(loader: Loader, tokens: slice) -> Iterator[tuple[slice, Chunk, Decay]]:
+    """What of a chunk is worked on together, one step after the other: all of it, or a piece.
 
     Decays per channel that are too strong for the cheap way may still suit it in halves or quarters of a chunk, which
     costs less than the other way on the whole.
     """
-    size = loader.options.chunk_size
-    for start in range(0, loader.run.length, size):
-        tokens = slice(start, min(start + size, loader.run.length))
-        chunk = loader.load(tokens)
-        C = tokens.stop - tokens.start
-        kind: type[Decay] = ScalarDecay
-        if loader.options.decay == "channel":
-            fitting = referenced_size(chunk.g)
-            kind, C = (ReferencedDecay, fitting) if fitting else (LevelDecay, C)
-        for i in range(start, tokens.stop, C):
-            piece = chunk if tokens.stop - start == C else chunk.piece(slice(i - start, i - start + C))
-            yield slice(i, i + C), piece, kind(piece.kq, piece.g, loader.workspace)
+    chunk = loader.load(tokens)
+    size = C = tokens.stop - tokens.start
+    kind: type[Decay] = ScalarDecay
+    if loader.options.decay == "channel":
+        fitting = referenced_size(chunk.g)
+        kind, C = (ReferencedDecay, fitting) if fitting else (LevelDecay, size)
+    for i in range(0, size, C):
+        piece = chunk if size == C else chunk.piece(slice(i, i + C))
+        yield slice(tokens.start + i, tokens.start + i + C), piece, kind(piece.kq, piece.g, loader.workspace)
 
 
 def solve(loader: Loader, chunk: Chunk, decay: Decay, A: torch.Tensor) -> torch.Tensor:

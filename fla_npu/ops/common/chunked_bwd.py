@@ -11,19 +11,18 @@ and the decay turns the gradients of A, P, X and the new state into those of q, 
 inputs' gradients and one state per chunk of the sequences in work.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fla_npu.ops.common.chunked import Kept, initial_states, solve, state_kind, steps
-from fla_npu.ops.common.prepare import Loader, runs, working_dtype
+from fla_npu.ops.common.chunked import Decay, KeptStates, chunks, initial_states, solve, state_kind, steps
+from fla_npu.ops.common.prepare import Chunk, Loader, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Problem, Tensors
 
 
 def chunked_backward(
-    problem: Problem, do: torch.Tensor, d_final: torch.Tensor | None, kept: list[Kept] | None
+    problem: Problem, do: torch.Tensor, d_final: torch.Tensor | None, kept: KeptStates | None
 ) -> Tensors:
     """Gradients of a call.
 
@@ -31,7 +30,7 @@ def chunked_backward(
         problem: the call, with the tensors of its forward pass.
         do: gradient of o, `[B,T,HV,V]`.
         d_final: gradient of the final state in the call's layout, or None.
-        kept: every step with the state before it, from `chunked_forward`; None recomputes them.
+        kept: the state before every chunk, from `chunked_forward`; None recomputes them.
 
     Returns:
         The gradient of every tensor of the call, of its shape and dtype; None where the call has none.
@@ -53,18 +52,17 @@ def chunked_backward(
         loader = Loader(tensors, options, run)
         if states is None:
             before = _states_before(loader, initial_states(problem, run))
-        else:
-            before = list(_of_run(states, run.length))
-        dS = torch.zeros_like(before[0][-1])
+        else:  # copies, since the backward pass rescales states and may be called again
+            before = [next(states).clone() for _ in chunks(loader)]
+        dS = torch.zeros_like(before[0])
         if d_final is not None:
             d_run = run.states_of(d_final)
             d_run = d_run.transpose(-1, -2) if options.state_v_first else d_run
             dS = state_kind(options).load_state(d_run.to(dtype), loader.heads)
         do_run = run.of(do)
-        while before:
+        for tokens in reversed(chunks(loader)):
             # Popping frees each state as soon as it has served.
-            step = before.pop()
-            dS = _step_backward(loader, step, dS, do_run[:, step[0]], grads)
+            dS = _chunk_backward(loader, tokens, before.pop(), dS, do_run, grads)
         if dS0 is not None:
             target = run.states_of(dS0)
             target = target.transpose(-1, -2) if options.state_v_first else target
@@ -76,36 +74,53 @@ def _like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | N
     return None if grad is None or x is None else grad.to(x.dtype)
 
 
-def _states_before(loader: Loader, S0: torch.Tensor) -> list[Kept]:
-    """Every step of a run with the state before it."""
+def _states_before(loader: Loader, S0: torch.Tensor) -> list[torch.Tensor]:
+    """The state before every chunk of a run."""
     S = state_kind(loader.options).load_state(S0, loader.heads)
-    before = []
-    for tokens, chunk, decay in steps(loader):
-        before.append((tokens, type(decay), S.clone()))
+    states = []
+    for tokens in chunks(loader):
+        states.append(S.clone())
+        for _, chunk, decay in steps(loader, tokens):
+            A, _ = decay.attend_(S)
+            decay.write_(S, solve(loader, chunk, decay, A))
+    return states
+
+
+def _chunk_backward(
+    loader: Loader, tokens: slice, S: torch.Tensor, dS: torch.Tensor, do: torch.Tensor, grads: Tensors
+) -> torch.Tensor:
+    """Store the gradients of one chunk; returns that of the state before it. S is lost."""
+    earlier: list[tuple[slice, type[Decay], torch.Tensor]] = []
+    for step, chunk, decay in steps(loader, tokens):
+        if step.stop == tokens.stop:
+            dS = _step_backward(loader, step, chunk, decay, S, dS, do, grads)
+            break
+        earlier.append((step, type(decay), S.clone()))
         A, _ = decay.attend_(S)
         decay.write_(S, solve(loader, chunk, decay, A))
-    return before
+    for step, kind, S in reversed(earlier):
+        chunk = loader.load(step)
+        dS = _step_backward(loader, step, chunk, kind(chunk.kq, chunk.g, loader.workspace), S, dS, do, grads)
+    return dS
 
 
-def _of_run(kept: Iterator[Kept], length: int) -> Iterator[Kept]:
-    """The steps of the next run. Copies: the backward pass rescales states, and may be called again."""
-    for tokens, kind, S in kept:
-        yield tokens, kind, S.clone()
-        if tokens.stop == length:
-            return
-
-
-def _step_backward(loader: Loader, step: Kept, dS: torch.Tensor, do: torch.Tensor, grads: Tensors) -> torch.Tensor:
+def _step_backward(
+    loader: Loader,
+    step: slice,
+    chunk: Chunk,
+    decay: Decay,
+    S: torch.Tensor,
+    dS: torch.Tensor,
+    do: torch.Tensor,
+    grads: Tensors,
+) -> torch.Tensor:
     """Store the gradients of one step; returns that of the state before it."""
-    tokens, kind, S = step
-    chunk = loader.load(tokens)
-    decay = kind(chunk.kq, chunk.g, loader.workspace)
     A, P = decay.attend_(S)
     w = torch.sub(chunk.v, decay.read()[:, 0])
     T = A * chunk.beta
     u = solve_unit_lower(T, w * chunk.beta)
 
-    dO = do.transpose(1, 2).reshape(u.shape).to(u.dtype)
+    dO = do[:, step].transpose(1, 2).reshape(u.shape).to(u.dtype)
     du = torch.baddbmm(decay.write_backward(dS), P.mT, dO)
     db = solve_unit_lower(T, du, transpose=True)
     dT = torch.bmm(db, u.mT).tril_(-1).neg_()
@@ -113,5 +128,5 @@ def _step_backward(loader: Loader, step: Kept, dS: torch.Tensor, do: torch.Tenso
     dv = db * chunk.beta
     dX = torch.stack((dv.neg(), dO), dim=1)
     back = decay.backward_(dT.mul_(chunk.beta), torch.bmm(dO, u.mT).tril_(), dX, dS, u, S)
-    loader.store_gradients(tokens, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=dbeta)
+    loader.store_gradients(step, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=dbeta)
     return back.S

@@ -4,10 +4,12 @@ from functools import partial
 
 import torch
 
+from fla_npu.errors import ImplementationError
 from fla_npu.ops.autograd import without_autocast
 from fla_npu.ops.checks import StatePool
+from fla_npu.ops.common.prepare import working_dtype
 from fla_npu.ops.common.step import one_token
-from fla_npu.ops.dispatch import run
+from fla_npu.ops.dispatch import explain, run
 from fla_npu.ops.problem import Problem
 
 
@@ -28,10 +30,13 @@ def recurrent_in_place(
     """
     states = problem.tensors.initial_state
     if pool is None:
-        o, final, _ = run("fused_recurrent_kda", problem, differentiable=False)
+        o, final, _ = run("fused_recurrent_kda_fwd", problem, differentiable=False)
         if inplace and states is not None and final is not None:
             final = states.copy_(final)
         return _into(o, out), final
+    choice = explain("fused_recurrent_kda_fwd", problem.tensors.q.device)
+    if choice.implementation != "eager":
+        raise ImplementationError(f"implementation {choice.implementation!r} cannot update states in a pool: use eager")
     with without_autocast(problem.tensors.q.device.type):
         o, fresh = _through_pool(problem, pool, write_back=inplace)
     return _into(o, out), states if inplace else fresh
@@ -52,10 +57,12 @@ def _through_pool(problem: Problem, pool: StatePool, *, write_back: bool) -> tup
     flat = tensors.map_tokens(lambda x: x.flatten(0, 1)[:, None])
     o = torch.zeros_like(tensors.v, memory_format=torch.contiguous_format)
     flat_o = o.flatten(0, 1)[:, None]
-    final = torch.zeros(len(starts), *states.shape[1:], dtype=torch.float32, device=device)
+    final = torch.zeros(len(starts), *states.shape[1:], dtype=working_dtype(tensors.q), device=device)
 
     active = [n for n, slots in enumerate(pool.store) if slots]
-    S = states[torch.tensor([pool.load[n] for n in active], device=device, dtype=torch.long)].float()
+    S = states[torch.tensor([pool.load[n] for n in active], device=device, dtype=torch.long)].to(
+        working_dtype(tensors.q)
+    )
     S = S.transpose(-1, -2) if options.state_v_first else S
     t = 0
     while active:

@@ -163,7 +163,7 @@ class Loader:
         else:
             inverse_norm = None
             kq[:, :, 0].copy_(self.k[:, :, tokens])
-            torch.mul(self.q[:, :, tokens], self.options.scale, out=kq[:, :, 1])
+            _times(self.q[:, :, tokens], self.options.scale, kq[:, :, 1])
         gates = self._gates(tokens)
         i = tokens.start - gates.start
         if gates.g is None:
@@ -192,6 +192,7 @@ class Loader:
         block = CHUNKS_PER_GATE_BLOCK * size
         start = tokens.start // block * block
         if self._current is None or self._current.start != start:
+            self._current = None  # freed before the next one is made
             inside = slice(start, min(start + block, self.run.length))
             n, C, HV = self.beta[:, inside].shape
             beta = self._beta(inside).transpose(1, 2).reshape(n * HV, C, 1)
@@ -215,7 +216,7 @@ class Loader:
         g = self.g[:, tokens]
         if self.options.gate != "none":
             g = gate_forward(g.to(self.dtype), self.a, self.bias, self.options.gate, self.options.lower_bound)
-        return torch.mul(g.transpose(1, 2), RCP_LN2, out=out).clamp_min_(FORGET)
+        return _times(g.transpose(1, 2), RCP_LN2, out).clamp_min_(FORGET)
 
     def _beta(self, tokens: slice) -> torch.Tensor:
         """`[count, C, HV]`."""
@@ -270,3 +271,8 @@ class Loader:
             if into.dt_bias is not None:
                 into.dt_bias.add_(dg.sum((0, 1)).view(-1))
         run.of(into.g)[:, tokens].copy_(dg)
+
+
+def _times(x: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
+    """x times a number in the precision of `out`, which the product with a 16-bit x would not have."""
+    return torch.mul(x, factor, out=out) if x.dtype == out.dtype else out.copy_(x).mul_(factor)

@@ -18,7 +18,6 @@ takes a hundred times longer as soon as a result underflows (measured: 9 us agai
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -97,6 +96,7 @@ class ScalarDecay:
 
     def __init__(self, kq: torch.Tensor, g: Cumulative, workspace: Workspace) -> None:
         self.kq, self.take = kq, workspace.take
+        self.above = workspace.constant("above", kq.shape[2], _above)
         self.coarse, self.fine, self.reading, self.writing = g
 
     @staticmethod
@@ -127,7 +127,7 @@ class ScalarDecay:
         self.raw = raw.view(N, 2, C, R, V).permute(0, 3, 1, 2, 4)
         G = torch.bmm(kq, kq[:, :C].mT, out=self.take("G", N, 2 * C, C)).view(N, 2, 1, C, C)
         D = torch.sub(self.coarse[..., :, None], self.coarse[..., None, :], out=self.take("D", N, R, C, C))
-        D.add_(self.fine[..., :, None]).sub_(self.fine[..., None, :]).add_(_above(C, D.device, D.dtype))
+        D.add_(self.fine[..., :, None]).sub_(self.fine[..., None, :]).add_(self.above)
         self.D = exp2_(D)
         self.A = torch.mul(G[:, 0], D, out=self.take("A", N, R, C, C))
         self.P = torch.mul(G[:, 1], D, out=self.take("P", N, R, C, C))
@@ -189,13 +189,14 @@ class ScalarDecay:
         weighed = self._weigh(u)
         from_write = torch.bmm(weighed, dS.view(N, K, R * V).mT, out=self.take("u dS", N, C, K))
 
-        through = torch.addcmul(dA * self.A, dP, self.P)
+        # A log decay acts through every pair of tokens that it lies between: rows from its token on, columns before it.
+        # Summed as pairs, not as row sums less column sums, whose large terms cancel when decays are strong.
+        through = _sum_from(torch.addcmul(dA * self.A, dP, self.P), -2).tril_(-1).sum(-1)
         through_read = torch.mul(dX, self.X, out=self.take("dX X", N, R, 2, C, V)).sum((2, 4))
         through_write = self.du.mul_(u.view(N, R, C, V)).sum(-1)
         through_state = torch.mul(S, dS, out=self.take("S dS", N, K, R, V)).sum((1, 3))
-        dc = through.sum(-1) - through.sum(-2) + through_read - through_write
-        dc[..., -1] += through_write.sum(-1) + self.reading[..., -1] * through_state
-        dg = dc.flip(-1).cumsum(-1).flip(-1)
+        dg = through + _sum_from(through_read, -1) + (self.reading[..., -1] * through_state)[..., None]
+        dg[..., 1:] += through_write[..., :-1].cumsum(-1)
 
         dG = torch.stack(((dA * self.D).sum(1), (dP * self.D).sum(1)), dim=1).view(N, 2 * C, C)
         raw = self.take("raw", N, 2, C, R, V)
@@ -256,8 +257,10 @@ class ReferencedDecay(_ChannelDecay):
     def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
         self.take = workspace.take
         N, R, C, K = self.shape = g.shape
-        from_middle = _from_middle(C, g.device, g.dtype).expand(N * R, C + 1, C)
-        x = torch.bmm(from_middle, g.flatten(0, 1), out=self.take("x", N * R, C + 1, K)).view(N, R, C + 1, K)
+        self.from_middle = workspace.constant("from middle", C, _from_middle)
+        x = torch.bmm(
+            self.from_middle.expand(N * R, C + 1, C), g.flatten(0, 1), out=self.take("x", N * R, C + 1, K)
+        ).view(N, R, C + 1, K)
         self.up = torch.exp2(x[:, :, :C], out=self.take("up", N, R, C, K))
         self.down = torch.reciprocal(self.up, out=self.take("down", N, R, C, K))
         self.to_middle = exp2_(x[:, :, C].clone()).view(N * R, K, 1)
@@ -302,7 +305,7 @@ class ReferencedDecay(_ChannelDecay):
         dx -= dcols * self.cols
         dx[:, -1] += d_end
         dx = torch.cat((dx, torch.mul(dS, S, out=product).sum(-1)[:, None]), dim=1)
-        dg = torch.matmul(_from_middle(C, dx.device, dx.dtype).mT, dx).view(N, R, C, K)
+        dg = torch.matmul(self.from_middle.mT, dx).view(N, R, C, K)
 
         dkq = drows.view(N, R, 2, C, K).mul_(self.up[:, :, None]).sum(1)
         dkq[:, 0] += (dcols.view(N, R, C, K) * self.down).sum(1)
@@ -478,17 +481,20 @@ def referenced_size(g: torch.Tensor) -> int:
         size *= 2
 
 
-@lru_cache(maxsize=64)
-def _from_middle(C: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _sum_from(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sums from each entry to the last one."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def _from_middle(C: int, like: torch.Tensor) -> torch.Tensor:
     """`[C + 1, C]`: maps log decays to their sums from the middle token to each token; last row: up to the middle."""
-    i, j = torch.arange(C, device=device)[:, None], torch.arange(C, device=device)
+    i, j = torch.arange(C, device=like.device)[:, None], torch.arange(C, device=like.device)
     middle = (C - 1) // 2
     forward = (j > middle) & (j <= i)
     backward = (j <= middle) & (j > i)
-    return torch.cat((forward.to(dtype) - backward.to(dtype), (j <= middle).to(dtype)[None]))
+    return torch.cat((forward.to(like.dtype) - backward.to(like.dtype), (j <= middle).to(like.dtype)[None]))
 
 
-@lru_cache(maxsize=64)
-def _above(C: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _above(C: int, like: torch.Tensor) -> torch.Tensor:
     """`[C, C]`: -inf above the diagonal, 0 elsewhere."""
-    return torch.full((C, C), float("-inf"), device=device, dtype=dtype).triu_(1)
+    return like.new_full((C, C), float("-inf")).triu_(1)

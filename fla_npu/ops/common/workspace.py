@@ -1,6 +1,7 @@
 """Memory that every chunk of a call uses again."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,7 @@ class Workspace:
         self._device, self._dtype = like.device, dtype
         self._buffers: dict[str, torch.Tensor] = {}
         self._shaped: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._constants: dict[tuple[str, int], torch.Tensor] = {}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """A contiguous tensor of this shape with any content. The one taken under this name before is gone."""
@@ -31,3 +33,14 @@ class Workspace:
                 buffer = self._buffers[name] = torch.empty(size, device=self._device, dtype=self._dtype)
             shaped = self._shaped[name, shape] = buffer[:size].view(shape)
         return shaped
+
+    def constant(self, name: str, size: int, make: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """A matrix that depends on its size only: `make(size, like)`, once per call of an op.
+
+        Not once per process, since a call under `torch.compile` or `torch.func` must not hand its tensors to the next.
+        """
+        constant = self._constants.get((name, size))
+        if constant is None:
+            like = torch.empty(0, device=self._device, dtype=self._dtype)
+            constant = self._constants[name, size] = make(size, like)
+        return constant
