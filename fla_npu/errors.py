@@ -10,7 +10,7 @@ Exception
 
 
 class ShapeError(ValueError, AssertionError):
-    """A tensor argument has the wrong shape, dtype or device.
+    """A tensor argument has the wrong shape, dtype or device, or a call breaks another rule that FLA asserts.
 
     FLA raises `AssertionError` for some of these and `ValueError` for others; this class is both, so that
     callers' `except` clauses written for FLA keep working.

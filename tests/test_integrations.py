@@ -258,3 +258,32 @@ class TestGeneration:
         assert not comparison.tokens_agree
         assert comparison.agreeing_tokens == 1
         assert comparison.max_logit_difference == 0.5
+
+
+def originals() -> dict[str, object]:
+    model = tiny_model("Qwen3_5")
+    module = sys.modules[type(model).__module__]
+    return {name: vars(module)[name] for name in hook.TARGETS if name in vars(module)}
+
+
+def test_overlapping_hooks_leave_nothing_behind():
+    before = originals()
+    hook.enable()
+    with hook.torch_path():
+        hook.disable()
+    assert originals() == before
+    with hook.torch_path():
+        hook.enable()
+    hook.disable()
+    assert originals() == before
+
+
+def test_a_block_keeps_the_hook_on_while_others_end():
+    before = originals()
+    first, second = hook.enabled(), hook.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert originals() != before
+    second.__exit__(None, None, None)
+    assert originals() == before

@@ -174,7 +174,7 @@ def python(code: str) -> str:
 
 
 def test_import_pulls_nothing_in():
-    """Only torch, einops and what they need; no accelerator is looked for."""
+    """Only torch and what it needs; no accelerator is looked for."""
     code = (
         "import sys, fla_npu, fla_npu.ops.kda.fused_recurrent, fla_npu.ops.dispatch, fla_npu.utils\n"
         "print(*[name for name in ('triton', 'transformers', 'torch_npu', 'fla', 'numba', 'matplotlib') "

@@ -1,4 +1,4 @@
-"""`fla-npu generate`: a hybrid language model prefils a prompt and generates, its linear attention on this package."""
+"""`fla-npu generate`: a hybrid language model prefills a prompt and generates, its linear attention on this package."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import click
 from fla_npu.assets import MODELS, model_folder
 from fla_npu.assets.stdlib_text import held_out_text
 from fla_npu.cli.errors import CommandError
-from fla_npu.errors import MissingExtraError
+from fla_npu.errors import ImplementationError, MissingExtraError
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT_BYTES = 4096
 WARM_UP_TOKENS = 128
+PROMPT_TAIL = 60
+"""Tokens of the prompt that are shown with the continuation."""
 BYTE_VOCABULARY = range(256, 1025)
 """Vocabulary sizes read as bytes (and possibly some special tokens) when a folder has no tokenizer."""
 
@@ -83,6 +85,8 @@ def generate(
 
     try:
         served = run("prefill (fla_npu)", run_served)
+    except ImplementationError as error:
+        raise CommandError(str(error), "unset FLA_NPU_IMPL, or set it to one of these names") from error
     except RuntimeError as error:
         raise CommandError(
             str(error),
@@ -96,6 +100,7 @@ def generate(
         model_name = str(folder) if folder else MODELS[op or "gdn"]
         click.echo(json.dumps(_record(model_name, text, served, torch_run, comparison, torch.get_num_threads())))
         return
+    click.echo(f"the prompt ends with {decode(ids[0, -PROMPT_TAIL:].tolist())!r}; it goes on with", err=True)
     click.echo(text)
     _remark(served, torch_run, comparison)
 

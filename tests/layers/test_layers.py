@@ -461,3 +461,10 @@ def test_forward_refusals(layer):
     layer.eval()
     with pytest.raises(ValueError, match=r"batch"):
         layer(x, cu_seqlens=torch.tensor([0, 6]))
+
+
+@torch.no_grad()
+def test_empty_batch(layer):
+    for T in (1, 5):
+        y, _, _ = layer.eval()(torch.zeros(0, T, HIDDEN))
+        assert y.shape == (0, T, HIDDEN)

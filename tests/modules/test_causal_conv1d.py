@@ -317,3 +317,11 @@ def test_silu_matches_torch():
     x, weight = torch.randn(1, 300, 16), torch.randn(16, 4)
     expected = F.silu(F.conv1d(x.mT, weight[:, None], padding=3, groups=16)[..., :300]).mT
     torch.testing.assert_close(causal_conv1d(x, weight, activation="silu")[0], expected)
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 5], [1, 6], [0], [0, 7], [0, 4, 2, 6], [0, -1, 6], torch.tensor([0.0, 6.0])], ids=str
+)
+def test_bounds_that_are_none_of_the_input(bounds):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        causal_conv1d(torch.ones(1, 6, 3), torch.ones(3, 4), cu_seqlens=torch.as_tensor(bounds))

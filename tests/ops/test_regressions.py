@@ -1,10 +1,14 @@
 """What once went wrong in the ops and does not fit under the headings of the other files."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fla_npu.testing import nmse
+from fla_npu.utils import tensor_cache
 from tests.ops.calls import CHUNKED, OPS, check, expected, make_call, run
 from tests.ops.test_backward import DECAY_BOUND, expected_gradients, gradients
 from tests.ops.test_invariants import TOKENS, LiveMemory, bytes_of, repeated
@@ -96,3 +100,56 @@ def test_float64_has_its_own_constants(op: str):
     call = make_call(op, T=100, dtype=torch.float64)
     for x, y in zip(run(op, call), expected(op, call), strict=True):
         assert nmse(x, y) < 1e-27
+
+
+@pytest.mark.parametrize("op", ["fused_recurrent_gdn", "fused_recurrent_kda"])
+def test_compiled_recurrent_op_refuses_only_the_backward_pass(op: str):
+    """A compiled graph contains the backward pass whether anybody runs it or not."""
+    call = make_call(op, T=3)
+    q = call["q"].clone().requires_grad_()
+    compiled = torch.compile(lambda q: run(op, {**call, "q": q})[0], fullgraph=True, backend="aot_eager")
+    o = compiled(q)
+    assert torch.equal(o, run(op, call)[0])
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        o.sum().backward()
+
+
+def test_compiled_call_takes_arguments_without_effect():
+    call = make_call("chunk_kda", bounds=[0, 20, 50, 50])
+    compiled = torch.compile(
+        lambda q: OPS["chunk_kda"](**{**call, "q": q}, use_graph=True, max_num_seqs=3)[0], backend="aot_eager"
+    )
+    assert torch.equal(compiled(call["q"]), run("chunk_kda", call)[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_of_meta_tensors(op: str):
+    call = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in make_call(op, T=70).items()}
+    o, state = run(op, call)
+    assert o.device.type == state.device.type == "meta"
+    assert o.shape == call["v"].shape and state.shape == call["initial_state"].shape
+
+
+def test_remembered_results_serve_several_threads():
+    """The layers of a model share `tensor_cache`; threads must not disturb each other's search in it."""
+    remembered = tensor_cache(lambda x: x.sum().item())
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for i in range(2000):
+                assert remembered(torch.full((2,), float(i))) == 2 * i
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -142,10 +142,14 @@ class ScalarDecay:
 
     def output(self, within: torch.Tensor, o: torch.Tensor) -> None:
         """Write `X_q + within` to o `[n, HV, C, V]`, given within `[n*HV, C, V]`."""
-        N, R, _, C, V = self.raw.shape
-        within = within.view(N, R, C, V)
-        O = torch.addcmul(within, self.raw[:, :, 1], self.reading[..., None], out=within)
-        o.copy_(O.view(o.shape))
+        groups = (o.shape[0], -1)
+        raw, reading = self.raw[:, :, 1].unflatten(0, groups), self.reading[..., None].unflatten(0, groups)
+        within = within.view(raw.shape)
+        o = o.unflatten(1, raw.shape[1:3])
+        if o.dtype == within.dtype:
+            torch.addcmul(within, raw, reading, out=o)
+        else:
+            o.copy_(within.addcmul_(raw, reading))
 
     def read(self) -> torch.Tensor:
         """X `[N*R, 2, C, V]`: what k and q read from the state."""

@@ -43,7 +43,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
         The output `[n,1,HV,V]` in working precision.
     """
     dtype = working_dtype(tensors.q)
-    n, HV = S.shape[:2]
+    HV = S.shape[1]
     H = tensors.q.shape[2]
     kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(dtype)  # [n, H, 2, K]
     if options.qk_l2norm:
@@ -53,7 +53,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     beta = tensors.beta[:, 0].to(dtype)
     if options.beta_sigmoid:
         beta = torch.sigmoid(beta).mul_(options.beta_scale)
-    beta = beta.view(n, HV, -1)
+    beta = beta if beta.ndim == 3 else beta[..., None]
 
     S = S.to(dtype)
     if tensors.g is None:
