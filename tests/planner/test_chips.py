@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from fla_npu.planner import chips, schedule
 from fla_npu.planner.chips import CHIPS, Chip, chip
 
 
@@ -91,6 +92,4 @@ def test_needs_neither_torch_nor_triton_of_its_own() -> None:
         "    spec.loader.exec_module(m)\n"
         "assert not {'torch', 'triton', 'torch_npu', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
-    import fla_npu.planner.chips as chips
-
-    subprocess.run([sys.executable, "-c", code, chips.__file__], check=True)
+    subprocess.run([sys.executable, "-c", code, chips.__file__, schedule.__file__], check=True)
