@@ -417,6 +417,8 @@ def _with_tail(plan: _Deal, runs: list[_Run], shape: _Shape, cost: CostModel) ->
     if best.makespan <= TAIL_FACTOR * best.bound or not count:
         return best
     rest = _tabled(_deal(runs[count:], shape, cost), runs[count:], shape)
+    if rest.makespan >= best.makespan:
+        return best
     items = (best.item(unit) for run in runs[:count] for unit in range(run.first, run.first + run.number))
     return replace(best, tail=Tail(tuple(items), rest))
 

@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fla_npu.planner.schedule import TAIL_FACTOR, TILES, Cost, Item, Schedule, equal_schedule, schedule
@@ -132,7 +132,6 @@ def test_equal_or_unknown_lengths_need_no_table(
 
 
 @given(st.integers(1, 80), CORES, COSTS)
-@settings(deadline=None)
 def test_no_other_round_robin_split_of_equal_units_ends_earlier(units: int, cores: int, cost: Cost) -> None:
     best = min(
         max(
@@ -147,7 +146,6 @@ def test_no_other_round_robin_split_of_equal_units_ends_earlier(units: int, core
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 4))
-@settings(deadline=None)
 def test_within_four_thirds_of_the_best_deal_of_whole_heads(chunks: list[int], cores: int) -> None:
     cost = Cost()
     best = min(
@@ -204,9 +202,39 @@ def test_one_long_sequence_among_short_ones_is_cut() -> None:
     assert plan.tail.rest.makespan < plan.makespan / 100
 
 
+def test_residual_heads_of_unequal_sequences_are_cut() -> None:
+    """30 heads on 20 cores: the ten shortest become 20 tiles."""
+    plan = schedule([64 * 100, 64 * 99], 15, 20, value_dim=128)
+    assert Counter(item.columns for item in dealt(plan)) == {128: 20, 64: 20}
+    assert {item.sequence for item in dealt(plan) if item.columns == 64} == {1}
+    assert plan.makespan == 101 * 240 + 100 * 176
+
+
 def test_a_short_tail_is_no_tail() -> None:
     assert equal_schedule(1, 3, 20, value_dim=128, length=64 * 20).tail is not None
     assert equal_schedule(1, 3, 20, value_dim=128, length=64 * 19).tail is None
+    assert schedule([64 * 20, 1], 3, 20, value_dim=128).tail is not None
+    assert schedule([64 * 19, 1], 3, 20, value_dim=128).tail is None
+
+
+def test_no_tail_where_the_cores_are_almost_even() -> None:
+    plan = equal_schedule(1, 26, 10, value_dim=128, length=4096)
+    assert 1.1 < plan.makespan / plan.bound < TAIL_FACTOR and plan.tail is None
+    plan = schedule([64 * 109, 64 * 49, 64 * 49], 1, 2, value_dim=128, tiles=(128,))
+    assert 1 < plan.makespan / plan.bound < TAIL_FACTOR and plan.tail is None
+
+
+def test_the_heads_outside_the_tail_end_earlier_than_all_would() -> None:
+    """16 heads on 20 cores: 15 of them would fill three rounds of narrow tiles, which is later than 16 whole ones."""
+    plan = equal_schedule(1, 16, 20, value_dim=128, length=4096)
+    assert plan.tail is not None and plan.tail.rest.makespan < plan.makespan
+    assert [item.head for item in plan.tail.items] == list(range(10, 16))
+
+
+def test_no_tail_that_leaves_the_others_as_late() -> None:
+    """Eleven equal units on ten cores take two rounds, with or without the long one."""
+    plan = schedule([64 * 119] + [64 * 79] * 11, 1, 10, value_dim=128, tiles=(128,))
+    assert plan.makespan == 1.6 * plan.bound and plan.tail is None
 
 
 def test_heads_wider_than_every_tile_are_several_units() -> None:
