@@ -182,10 +182,10 @@ def schedule(
     chunk = _positive("chunk", chunk)
     chunks = [-(-_length(length) // chunk) for length in lengths]
     if len(set(chunks)) <= 1:
+        length = chunk * max(chunks, default=0)
         return equal_schedule(
-            len(chunks), heads, cores, value_dim=value_dim, tiles=tiles, length=chunk * max(chunks, default=0),
-            chunk=chunk, cost=cost,
-        )  # fmt: skip
+            len(chunks), heads, cores, value_dim=value_dim, tiles=tiles, length=length, chunk=chunk, cost=cost
+        )
     shape = _shape(len(chunks), heads, cores, value_dim, tiles, cost)
     by_sequence = sorted(range(len(chunks)), key=lambda n: (-chunks[n], n))
     per_sequence = shape.heads * shape.blocks
@@ -230,7 +230,6 @@ def _equal_schedule(
     chunk = _positive("chunk", chunk)
     chunks = 1 if length is None else -(-length // chunk)
     whole_cost = cost(chunks, shape.width)
-    bound = shape.units * whole_cost / cores
     # All full rounds are whole units: a round of them as tiles would be `parts` rounds, which cost no less.
     full = shape.units // cores * cores
     residual = shape.units - full
@@ -239,12 +238,12 @@ def _equal_schedule(
         rounds = -(-(units - whole) * parts // cores)
         makespan = -(-whole // cores) * whole_cost + rounds * cost(chunks, tile)
         made = Split(units, whole, shape.width, tile, parts, shape.blocks)
-        return Schedule(made, None, cores, shape.heads, shape.value_dim, makespan, bound)
+        return Schedule(made, None, cores, shape.heads, shape.value_dim, makespan, units * whole_cost / cores)
 
     plans = [split(shape.units, shape.units, shape.width, 1)]
     plans += [split(shape.units, full, tile, parts) for tile, parts in shape.narrower if residual]
     best = min(plans, key=lambda plan: plan.makespan)
-    if length is None or best.makespan <= TAIL_FACTOR * bound or chunks < cores:
+    if length is None or best.makespan <= TAIL_FACTOR * best.bound or chunks < cores:
         return best
     # As few units as possible go by chunks: what is left when tiles have filled every round that they can fill.
     rests = [split(full, full, shape.width, 1)]

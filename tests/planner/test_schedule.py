@@ -162,6 +162,7 @@ def test_the_papers_example() -> None:
     assert plan.makespan / plan.bound == pytest.approx(1.25)
     assert plan.tail is not None and plan.tail.items == (Item(0, 15, 0, 128),)
     rest = plan.tail.rest
+    assert rest.bound == plan.bound * 15 / 16
     assert (rest.split.whole, rest.split.tile, rest.split.units) == (10, 64, 15)
     assert [list(rest.core(pid)) for pid in (0, 1, 9)] == [
         [Item(0, 0, 0, 128), Item(0, 10, 0, 64)],
