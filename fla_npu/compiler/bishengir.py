@@ -1,0 +1,118 @@
+"""Running the vendor's compiler on Linalg text, up to the closed back end that only CANN ships."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, Literal
+
+from fla_npu import settings
+from fla_npu.compiler.lower import require_extra
+
+Verdict = Literal["passed", "overflow", "crash", "error", "timeout"]
+
+MEMORIES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
+"""The compiler's name of a memory -> the usual one."""
+
+# The compiler calls its back end and fails without one. This stands in for it: everything up to it is the same, and the
+# compiler for A5 does not repeat the whole compilation five times.
+_BACK_END = '#!/bin/sh\ncase "$*" in *--version*) echo "hivmc 1.2.0" ;; esac\nexit 0\n'
+_LOG_LIMIT = 20_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of the vendor's compiler said, and the final IR."""
+
+    verdict: Verdict
+    needs: tuple[tuple[str, int], ...]
+    """Memories that overflowed, with the bits they would need."""
+    retried: bool
+    """The buffers fitted only after multi-buffering was switched off."""
+    split_reverted: bool
+    """A5's message that the split over two vector cores was given up."""
+    scalar_warnings: int
+    log: str
+    module: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> "Outcome":
+        return cls(**{**record, "needs": tuple((memory, bits) for memory, bits in record["needs"])})
+
+
+def version() -> str:
+    """Version of the package that holds the compilers.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    require_extra()
+    return metadata.version("ascendnpu-ir")
+
+
+def command(binary: str, target: str, flags: Sequence[str]) -> list[str]:
+    """The arguments that triton-ascend passes for this target, and the ones that print source locations."""
+    tail = ["--enable-hfusion-compile=true", "--enable-triton-kernel-compile=true", "--enable-debug-info=true"]
+    if binary == "bishengir-compile":
+        tail.insert(1, "--enable-hivm-compile=true")
+    return [f"--target={target}", *flags, *tail]
+
+
+def run(linalg: str, binary: str, target: str, flags: Sequence[str] = (), timeout: float = 600.0) -> Outcome:
+    """Compiles Linalg text with `bishengir-compile` or `bishengir-compile-a5`.
+
+    Raises:
+        MissingExtraError: the compilers are not installed.
+    """
+    require_extra()
+    executable = Path(str(resources.files("ascendnpuir") / "bin" / binary))
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        for name in ("hivmc", "hivmc-a5"):
+            stand_in = work / "bin" / name
+            stand_in.parent.mkdir(exist_ok=True)
+            stand_in.write_text(_BACK_END)
+            stand_in.chmod(0o755)
+        source, final = work / "kernel.ttadapter.mlir", work / "module.hivm.opt.mlir"
+        source.write_text(linalg)
+        arguments = [str(executable), str(source), *command(binary, target, flags)]
+        arguments += [f"--save-temps={work}", "-o", str(work / "kernel")]
+        environment = settings.tool_environment(work / "bin")
+        try:
+            done = subprocess.run(
+                arguments, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment, cwd=work
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout", (), False, False, 0, f"no result within {timeout:g} s", "")
+        module = final.read_text() if final.exists() else ""
+        log = (done.stdout + done.stderr).replace(directory, ".")
+    return _outcome(done.returncode, log, module)
+
+
+def _outcome(code: int, log: str, module: str) -> Outcome:
+    needs: dict[str, int] = {}
+    for memory, bits in re.findall(r"(\w+) overflow, requires (\d+) bits", log):
+        # Several attempts print several figures; the last is that of the last attempt.
+        needs[MEMORIES.get(memory, memory)] = int(bits)
+    verdict: Verdict
+    if module and code == 0:
+        verdict = "passed"
+    elif needs:
+        verdict = "overflow"
+    else:
+        verdict = "crash" if code < 0 else "error"
+    return Outcome(
+        verdict=verdict,
+        needs=() if verdict == "passed" else tuple(sorted(needs.items())),
+        retried="[NOTE] Ub overflow detected" in log,
+        split_reverted="[hivm-bind-sub-block] revert" in log,
+        scalar_warnings=log.count("will execute by scalar instruction"),
+        log=log[-_LOG_LIMIT:],
+        module=module if verdict == "passed" else "",
+    )

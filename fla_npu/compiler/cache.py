@@ -1,0 +1,50 @@
+"""Results of the vendor's compiler on disk: one file per input, written so that two processes may do it at once."""
+
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fla_npu import settings
+from fla_npu.compiler.bishengir import Outcome
+
+_FORMAT = "1"
+
+
+def key(linalg: str, binary: str, target: str, flags: Sequence[str], version: str) -> str:
+    """Name of a result: everything that the result depends on, constants and called functions by the lowered text."""
+    parts = [_FORMAT, version, binary, target, *flags, linalg]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _path(name: str) -> Path:
+    return settings.cache_dir() / "compiler" / f"{name}.json.gz"
+
+
+def load(name: str) -> Outcome | None:
+    """The stored result, None when there is none or its file is damaged."""
+    try:
+        return Outcome.from_dict(json.loads(gzip.decompress(_path(name).read_bytes())))
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(name: str, outcome: Outcome) -> None:
+    """Keeps a result. A timeout says nothing about the input and is not kept."""
+    if outcome.verdict == "timeout":
+        return
+    path = _path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = gzip.compress(json.dumps(outcome.as_dict()).encode(), compresslevel=5)
+    # Readers see the old file or the new one, never half of one.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
