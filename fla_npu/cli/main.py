@@ -3,6 +3,7 @@
 import click
 
 from fla_npu import __version__
+from fla_npu.cli.compile import compile_command
 from fla_npu.cli.doctor import doctor
 from fla_npu.cli.generate import generate
 
@@ -15,3 +16,4 @@ def main() -> None:
 
 main.add_command(generate)
 main.add_command(doctor)
+main.add_command(compile_command)

@@ -22,6 +22,10 @@ MEMORIES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 _BACK_END = '#!/bin/sh\ncase "$*" in *--version*) echo "hivmc 1.2.0" ;; esac\nexit 0\n'
 _LOG_LIMIT = 20_000
 
+# The final program for A5 is jumps and register instructions. Here loops are loops and library calls are calls, and
+# memory is planned and cores synchronised as in the final one.
+_A5_STAGE = "convert-hivm-to-std"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -61,6 +65,8 @@ def command(binary: str, target: str, flags: Sequence[str]) -> list[str]:
     tail = ["--enable-hfusion-compile=true", "--enable-triton-kernel-compile=true", "--enable-debug-info=true"]
     if binary == "bishengir-compile":
         tail.insert(1, "--enable-hivm-compile=true")
+    else:
+        tail += [f"--mlir-print-ir-after={_A5_STAGE}", "--mlir-print-debuginfo"]
     return [f"--target={target}", *flags, *tail]
 
 
@@ -91,8 +97,27 @@ def run(linalg: str, binary: str, target: str, flags: Sequence[str] = (), timeou
         except subprocess.TimeoutExpired:
             return Outcome("timeout", (), False, False, 0, f"no result within {timeout:g} s", "")
         module = final.read_text() if final.exists() else ""
-        log = (done.stdout + done.stderr).replace(directory, ".")
+        log, stage = _cut_stage((done.stdout + done.stderr).replace(directory, "."))
+        if module and stage:
+            module = stage
     return _outcome(done.returncode, log, module)
+
+
+def _cut_stage(text: str) -> tuple[str, str]:
+    """Takes the printed stages out of a log; returns the rest and the last of them."""
+    log: list[str] = []
+    stages: list[list[str]] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("// -----// IR Dump After"):
+            stages.append([])
+            inside = True
+        elif inside and re.match(r"[#} ]|module|$", line):
+            stages[-1].append(line)
+        else:
+            inside = False
+            log.append(line)
+    return "\n".join(log), "\n".join(stages[-1]) if stages else ""
 
 
 def _outcome(code: int, log: str, module: str) -> Outcome:

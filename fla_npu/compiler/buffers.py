@@ -138,6 +138,8 @@ class Buffers:
     def _memref_alloc(self, op: Op) -> None:
         self.of[op.results[0]] = self._typed(op.memref(), op.results[0])
 
+    _memref_alloca = _memref_alloc
+
     def _memref_cast(self, op: Op) -> None:
         self.of[op.results[0]] = self[op.operands[0]]
 
@@ -255,6 +257,8 @@ def _groups(text: str) -> list[list[str]]:
 def argument_names(function: Function, names: list[str] | tuple[str, ...] = ()) -> dict[str, str]:
     """Value -> name of each argument of a device function: the kernel's own names where they are given."""
     values = [value for value, _ in function.arguments]
+    if "hacc.entry" not in function.attributes:
+        return {value: value for value in values}
     own = values[FIXED_ARGUMENTS:-3]
     fixed = dict(zip(values, ("ffts", "lock", "workspace"), strict=False))
     grid = dict(zip(values[-3:], ("grid_x", "grid_y", "grid_z"), strict=True))

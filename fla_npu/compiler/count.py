@@ -136,6 +136,7 @@ class Totals:
         return {
             "gm_bytes": self.gm,
             "gm_bytes_by_argument": self.arguments,
+            "on_core_bytes": self.by("on_core"),
             "l1_to_l0_bytes": self.l1_to_l0,
             "macs": self.by("macs"),
             "vector_elements": self.by("vector"),
@@ -156,23 +157,36 @@ def gm_term(core: str, direction: str, buffer: Buffer, other: Buffer) -> Term:
     return Term(("gm", core, direction, kind, buffer.root), 1, dims, full, buffer.item_bits)
 
 
-def terms(op: Op, buffers: Buffers, core: str) -> list[Term]:
-    """What one operation does; nothing for those that only compute addresses or wait."""
+def terms(op: Op, buffers: Buffers, core: str, vectors: Mapping[str, Totals] | None = None) -> list[Term]:
+    """What one operation does; nothing for those that only compute addresses or wait.
+
+    `vectors` are the work of the functions into which the compiler for A5 moves vector code.
+    """
+    register = re.match(r"ave\.hir\.(v\w+)$", op.name)
+    if register and not register.group(1).startswith(("vload", "vstore", "vci")):
+        lanes = re.search(r"vector<(\d+)x", op.text)
+        return [Term(("vector", register.group(1)), int(lanes.group(1)))] if lanes else []
     if op.name == "hivm.hir.sync_block_set":
         pipe = re.search(r"\[<\w+>, <PIPE_(\w+)>", op.text)
         return [Term(("syncs", pipe.group(1) if pipe else "ALL"), 1)]
     if op.name in ("memref.load", "memref.store"):
         buffer = buffers[op.operands[op.name == "memref.store"]]
-        return [Term(("scalar", f"{buffer.space} {op.name.removeprefix('memref.')}"), 1)]
+        return [Term(("scalar", f"{buffer.space or 'stack'} {op.name.removeprefix('memref.')}"), 1)]
     if op.name != "func.call":
         return []
     name, values = op.callee, op.operands
+    if vectors and name in vectors:
+        return [Term(key, value) for key, value in vectors[name].counts.items()]
     call = Term(("calls", family(name)), 1)
     if name.startswith("nd2nz"):
         return [call, gm_term(core, "read", buffers[values[0]], buffers[values[1]])]
     if name.startswith("load_gm_to_"):
         return [call, gm_term(core, "read", buffers[values[0]], buffers[values[1]])]
-    if name.startswith("fixpipe") and "ubuf" not in name:
+    if name.startswith("fixpipe") and name.endswith("ubuf"):
+        return [call, _on_core("l0c to ub", buffers[values[1]], buffers[values[0]])]
+    if name.startswith("copy_ubuf_to_cbuf"):
+        return [call, _on_core("ub to l1", buffers[values[0]], buffers[values[1]])]
+    if name.startswith("fixpipe"):
         return [call, gm_term(core, "write", buffers[values[1]], buffers[values[0]])]
     if name.startswith("store_ubuf_to_gm"):
         return [call, gm_term(core, "write", buffers[values[1]], buffers[values[0]])]
@@ -184,6 +198,12 @@ def terms(op: Op, buffers: Buffers, core: str) -> list[Term]:
         return [call]
     wide = max((buffers[value] for value in (values[0], values[target]) if value in buffers.of), key=_elements)
     return [call, Term(("vector", family(name)), 1, wide.dims, wide.bound)]
+
+
+def _on_core(way: str, buffer: Buffer, other: Buffer) -> Term:
+    """Bytes that go between the vector and the cube part on the core (A5)."""
+    full = other.bound if None in buffer.bound else buffer.bound
+    return Term(("on_core", way), 1, other.dims if "?" in buffer.dims else buffer.dims, full, buffer.item_bits)
 
 
 def _elements(buffer: Buffer) -> int:
@@ -226,8 +246,8 @@ def family(callee: str) -> str:
         return "store"
     if callee.startswith("vcast"):
         return "vcast"
-    if callee.startswith("copy_ubuf_to_ubuf"):
-        return "copy"
+    if callee.startswith("copy_ubuf"):
+        return "copy_to_l1" if "cbuf" in callee else "copy"
     short = re.split(r"_(?:\d+d|vs|vv|sv|ss|align|unalign|with|without|to|r|ar|ra|rar)(?:_|$)", callee)[0]
     return re.sub(r"^enablevcg?_|_(?:float|half|bfloat16_t|u?int\d+_t|bool)$", "", short)
 
@@ -283,6 +303,7 @@ class Device:
     function: Function
     buffers: Buffers
     mixed: bool
+    vectors: Mapping[str, Totals] = field(default_factory=dict)
     terms: dict[Block, list[Term]] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
 
@@ -383,14 +404,29 @@ def devices(module: Module, arguments: Iterable[str] = ()) -> list[Device]:
     """The device functions of a module with their terms; names of the kernel's arguments are optional."""
     kernels, names = module.kernels(), list(arguments)
     mixed = len({function.core for function in kernels}) == 2
+    vectors = {
+        function.name: _vector_function(module, function)
+        for function in module.functions
+        if "hivm.vector_function" in function.attributes
+    }
     found = []
     for function in kernels:
-        device = Device(module, function, Buffers(module, function, names), mixed)
+        device = Device(module, function, Buffers(module, function, names), mixed, vectors)
         unknown: set[str] = set()
         _collect(function.body, device, unknown)
         device.unknown = tuple(sorted(unknown))
         found.append(device)
     return found
+
+
+def _vector_function(module: Module, function: Function) -> Totals:
+    """Work of one call of a vector function; its loops are over constants."""
+    device = Device(module, function, Buffers(module, function), False)
+    _collect(function.body, device, set())
+    body, open_loops = device.full(function.body)
+    if open_loops:
+        raise ParseError(f"{function.name}: a vector function with a loop of unknown length")
+    return Totals({key: value for key, value in body.counts.items() if key[0] == "vector"})
 
 
 _KNOWN = re.compile(
@@ -402,10 +438,10 @@ _KNOWN = re.compile(
 def _collect(block: Block, device: Device, unknown: set[str]) -> None:
     found: list[Term] = []
     for op in block.ops:
-        if op.name == "func.call" and not _KNOWN.match(op.callee):
+        if op.name == "func.call" and not _KNOWN.match(op.callee) and op.callee not in device.vectors:
             unknown.add(op.callee)
         if device.structured:
-            found += terms(op, device.buffers, device.core)
+            found += terms(op, device.buffers, device.core, device.vectors)
         for region in op.regions:
             _collect(region, device, unknown)
     device.terms[block] = found

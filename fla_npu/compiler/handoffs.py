@@ -1,4 +1,7 @@
-"""Which values a chunk's cross-core hand-offs carry: who makes each, through which buffer, and who reads it."""
+"""Which values a chunk's cross-core hand-offs carry: who makes each, through which buffer, and who reads it.
+
+On A2 and A3 a tile goes through the workspace in global memory, on A5 straight from L0C to UB or from UB to L1.
+"""
 
 import re
 from collections.abc import Iterable
@@ -10,22 +13,27 @@ from fla_npu.compiler.count import Device, chunk_loop, destination, devices, fam
 from fla_npu.compiler.hivm import Module, Op
 
 _READERS = ("nd2nz", "load_gm_to_")
-_WRITERS = ("fixpipe", "store_ubuf_to_gm")
+_WRITERS = ("fixpipe", "store_ubuf_to_gm", "copy_ubuf_to_cbuf")
+
+Place = tuple[str, "int | str | None"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One tile that goes through the workspace. Shapes are those of the whole tile, both vector cores together."""
+    """One tile that changes sides. On A2 and A3 shapes are those of the whole tile, both vector cores together."""
 
     tile: str
     bytes: int | None
+    memory: str
+    """`workspace`, or for A5 `ub` and `cbuf` (L1)."""
     offset: int | None
+    """Bytes from the start of that memory."""
     producer: str
     producer_line: str
     consumers: tuple[str, ...]
     consumer_lines: tuple[str, ...]
     again: bool
-    """The same value was already written to the workspace in this chunk."""
+    """The same value was already stored in the workspace in this chunk."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class HandOff:
     direction: str
     """`cube -> vector`, `vector -> cube`, or for a round trip that needs no sync `cube -> cube`."""
     kind: str
-    """`data`, `slot` (a workspace slot is free again), `scalar` (a handshake around a scalar), `none` (no sync)."""
+    """`data`, `slot` (a buffer is free again), `scalar` (a handshake around a scalar), `none` (no sync)."""
     pipe: str
     flag: str
     line: str
@@ -64,12 +72,8 @@ def explain_syncs(module: Module, arguments: Iterable[str] = ()) -> tuple[HandOf
     """The hand-offs of the chunk loop, in the order of the producing core's text, cube first.
 
     Also lists tiles that the cube writes to the workspace and reads back itself: they cost traffic but no sync.
-    Empty for A5, whose compiler has made jumps of the loops.
     """
-    found_devices = devices(module, arguments)
-    if not all(device.structured for device in found_devices):
-        return ()
-    sides = [_Side(device) for device in found_devices]
+    sides = [_Side(device) for device in devices(module, arguments)]
     found: list[HandOff] = []
     for side in sides:
         found += side.hand_offs(sides)
@@ -96,13 +100,14 @@ class _Side:
         chosen = chunk_loop(device)
         self.ops = list(chosen[1].regions[-1].walk()) if chosen else list(device.function.body.walk())
         self._written: set[tuple[Any, ...]] = set()
+        self._readers = self._find_readers()
 
     def hand_offs(self, sides: "list[_Side]") -> list[HandOff]:
         found: list[HandOff] = []
         pending: list[tuple[int, Op]] = []
         others = [side for side in sides if side is not self]
         for position, op in enumerate(self.ops):
-            if self._writes_workspace(op):
+            if self._medium(op) is not None:
                 pending.append((position, op))
             if op.name != "hivm.hir.sync_block_set":
                 continue
@@ -110,7 +115,7 @@ class _Side:
             data = [(at, write) for at, write in pending if not self._reread(write)] if pipe in ("FIX", "MTE3") else []
             transfers = tuple(self._transfer(at, write, others) for at, write in data)
             pending = [entry for entry in pending if entry not in data]
-            kind = {"S": "scalar", "MTE2": "slot"}.get(pipe, "data")
+            kind = "scalar" if pipe == "S" else "data" if transfers else "slot"
             target = others[0].name if others else self.name
             found.append(HandOff(f"{self.name} -> {target}", kind, pipe, flag, op.location, transfers))
         for at, write in pending:
@@ -125,40 +130,52 @@ class _Side:
         flag = re.search(r"flag = (\S+)", op.text)
         return pipe.group(1) if pipe else "ALL", flag.group(1) if flag else ""
 
-    def _writes_workspace(self, op: Op) -> bool:
-        return op.name == "func.call" and op.callee.startswith(_WRITERS) and self._gm(op).root == "workspace"
+    def _medium(self, op: Op) -> Place | None:
+        """Where a write leaves a tile for the other side, None for other operations."""
+        if op.name != "func.call" or not op.callee.startswith(_WRITERS):
+            return None
+        place = self._place(op.operands[1])
+        return None if place[0] == "gm" else place
 
-    def _gm(self, op: Op) -> Buffer:
-        return self.device.buffers[op.operands[0 if op.callee.startswith(_READERS) else 1]]
+    def _find_readers(self) -> dict[Place, list[int]]:
+        """Positions of the operations that take a tile from where the other side may have left it."""
+        found: dict[Place, list[int]] = {}
+        for position, op in enumerate(self.ops):
+            if op.name != "func.call" or op.callee.startswith(_WRITERS):
+                continue
+            sources = op.operands[:1] if op.callee.startswith(_READERS) else op.operands
+            for value in sources:
+                if value in self.device.buffers.of:
+                    places = found.setdefault(self._place(value), [])
+                    if not places or places[-1] != position:
+                        places.append(position)
+        return found
 
-    def _reads(self, offset: int | None) -> list[int]:
-        """Positions of the operations that read a workspace buffer."""
-        return [
-            position
-            for position, op in enumerate(self.ops)
-            if op.name == "func.call"
-            and op.callee.startswith(_READERS)
-            and self._gm(op).root == "workspace"
-            and offset is not None
-            and self._gm(op).offset == offset
-        ]
+    def _reads(self, place: Place) -> list[int]:
+        positions = self._readers.get(place, [])
+        # On the core the first use is the one that waits; through memory every read is a transfer of its own.
+        return positions if place[0] == "workspace" else positions[:1]
 
     def _reread(self, write: Op) -> bool:
-        return bool(self._reads(self._gm(write).offset))
+        place = self._medium(write)
+        return place is not None and place[0] == "workspace" and bool(self._reads(place))
 
     def _transfer(self, position: int, write: Op, readers: "list[_Side]") -> Transfer:
         view = self._view(write.operands[1])
         source = self._writer(position, write.operands[0])
         value = self._value(position, write.operands[0])
-        again = value is not None and value in self._written
+        # On A5 vector functions write in place, so that what a buffer holds cannot be told from where it is.
+        again = self._place(write.operands[1])[0] == "workspace" and value is not None and value in self._written
         if value is not None:
             self._written.add(value)
+        place = self._place(write.operands[1])
         consumers: list[tuple[str, str]] = []
         for reader in readers:
-            consumers += [reader.consumer(at) for at in reader._reads(view.offset)]
+            consumers += [reader.consumer(at) for at in reader._reads(place)]
         return Transfer(
             tile=str(view),
             bytes=view.full_bytes(),
+            memory=place[0],
             offset=view.offset,
             producer=self.describe(source) if source else "before the loop",
             producer_line=source.location if source else "",
@@ -175,8 +192,11 @@ class _Side:
             op = self.device.buffers.defining(value)
         return self.device.buffers[value]
 
-    def _place(self, value: str) -> tuple[Any, ...]:
+    def _place(self, value: str) -> Place:
+        """Memory and start of the buffer that a view is a part of: two buffers at one place are the same memory."""
         buffer = self.device.buffers[value]
+        if buffer.root == "workspace":
+            return "workspace", buffer.offset
         root = self.device.buffers.of.get(buffer.root, buffer)
         return buffer.space, buffer.root if root.offset is None else root.offset
 
@@ -186,8 +206,8 @@ class _Side:
         for op in reversed(self.ops[:position]):
             if op.name != "func.call":
                 continue
-            target = self._target(op)
-            if target is not None and target in self.device.buffers.of and self._place(target) == place:
+            written = op.operands if op.callee in self.device.vectors else [self._target(op)]
+            if any(value in self.device.buffers.of and self._place(value) == place for value in written if value):
                 return op
         return None
 
@@ -222,11 +242,13 @@ class _Side:
             )
             flags = "".join(re.findall(r"_t[ab](?=_|$)", op.callee))
             return f"dot{flags} {'x'.join('?' if size is None else str(size) for size in sizes)}"
-        return family(op.callee)
+        return "vector code" if op.callee in self.device.vectors else family(op.callee)
 
     def consumer(self, position: int) -> tuple[str, str]:
         """Who first uses what a read brought on the core, and its source line."""
         op = self.ops[position]
+        if not op.callee.startswith(_READERS):
+            return self.describe(op), op.location
         place = self._place(op.operands[1])
         for later in self.ops[position + 1 :]:
             if later.name != "func.call":

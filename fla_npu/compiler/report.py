@@ -1,6 +1,6 @@
 """What the compiler made of one build for one chip."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -154,9 +154,41 @@ class Report:
         return "\n".join(rows)
 
 
+def table(reports: Iterable[Report]) -> str:
+    """Many reports as a table, one line each; quantities are those of a full chunk."""
+    heads = ("kernel", "chip", "UB", "L1", "L0C", "split", "syncs", "in B", "out B", "workspace B", "MACs", "result")
+    rows = [heads]
+    for report in reports:
+        used = [
+            f"{report.peak[memory] / report.limit[memory]:.0%}"
+            if report.limit.get(memory) and memory in report.peak
+            else "-"
+            for memory in ("UB", "L1", "L0C")
+        ]
+        chunk = report.chunk
+        figures = (
+            [f"{n:,}" for n in (chunk.syncs, chunk.user_read, chunk.user_written, chunk.workspace, chunk.macs)]
+            if chunk is not None
+            else ["-"] * 5
+        )
+        result = "; ".join(report.problems) or "ok"
+        rows.append((report.name, report.chip, *used, report.split, *figures, result))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads) - 1)]
+    left = (0, 1, 5)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append("  ".join([*cells, row[-1]]))
+    return "\n".join(lines)
+
+
 def totals_text(totals: Totals) -> list[str]:
     """Quantities as lines of text."""
     rows = [f"{key:<22}{value:>16,} B" for key, value in totals.gm.items()]
+    rows += [f"{way:<22}{value:>16,} B" for way, value in totals.by("on_core").items()]
     rows.append(f"{'L1 -> L0':<22}{totals.l1_to_l0:>16,} B")
     rows += [f"{'MACs ' + dtype:<22}{value:>16,}" for dtype, value in totals.by("macs").items()]
     rows.append(f"{'vector elements':<22}{totals.vector_elements:>16,}  {_list(totals.by('vector'))}")
