@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ CHIPS = ("910B3", "910B1", "910_9382", "950")
 @click.option("--precision", default="exact", show_default=True, help="exact or fast.")
 @click.option("--chunk", type=click.IntRange(min=1), help="Tokens per chunk.  [default: the chip's]")
 @click.option("--tile", type=click.IntRange(min=1), help="Columns of the state per program.  [default: the chip's]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with --op one object a chip.")
 @click.option(
     "--save-ir", type=click.Path(file_okay=False, path_type=Path), help="Keep the intermediate programs here."
 )
@@ -70,7 +71,8 @@ def compile_command(
                 "chunk": chunk,
                 "tile": tile,
             }
-            ok = all([_one(op or "", name, shape, as_json, save_ir, not no_cache) for name in chips or ("910B3",)])
+            results = [_one(op or "", name, shape, as_json, save_ir, not no_cache) for name in chips or ("910B3",)]
+            ok = all(results)
     except MissingExtraError as error:
         raise CommandError(str(error), "triton-ascend has wheels for Python 3.9 to 3.11") from error
     except (ValueError, TypeError) as error:
@@ -79,13 +81,17 @@ def compile_command(
         raise SystemExit(1)
 
 
+def _builds() -> Any:
+    """The module that knows which kernels there are; like the compiler it is loaded only when asked for."""
+    return import_module("fla_npu.ops.common.builds")
+
+
 def _one(op: str, chip: str, shape: dict[str, Any], as_json: bool, save_ir: Path | None, use_cache: bool) -> bool:
     from fla_npu.compiler.api import compile_build
     from fla_npu.compiler.evaluate import Program, launch
     from fla_npu.compiler.report import totals_text
-    from fla_npu.ops.common import builds
 
-    build, scalars, arrays, grid = builds.build_for(op, chip, **shape)
+    build, scalars, arrays, grid = _builds().build_for(op, chip, **shape)
     compiled = compile_build(build, chip, use_cache=use_cache)
     report = compiled.report
     if save_ir is not None:
@@ -108,17 +114,15 @@ def _one(op: str, chip: str, shape: dict[str, Any], as_json: bool, save_ir: Path
 def _all(chips: Sequence[str], as_json: bool, save_ir: Path | None, jobs: int, use_cache: bool) -> bool:
     from fla_npu.compiler.api import Compiled, compile_many
     from fla_npu.compiler.report import table
-    from fla_npu.ops.common import builds
 
-    shipped = builds.shipped()
-    shown = click.progressbar(length=len(shipped) * len(chips), label="compiling", file=click.get_text_stream("stderr"))
-    with nullcontext() if as_json else shown as bar:
+    shipped = _builds().shipped()
+    total, number = len(shipped) * len(chips), count(1)
 
-        def progress(_: Compiled) -> None:
-            if bar is not None:
-                bar.update(1)
+    def progress(result: Compiled) -> None:
+        report = result.report
+        click.echo(f"{next(number)}/{total} {report.name} {report.chip} {'ok' if report.ok else 'FAILED'}", err=True)
 
-        results = compile_many(shipped, chips, jobs=jobs, progress=progress, use_cache=use_cache)
+    results = compile_many(shipped, chips, jobs=jobs, progress=progress, use_cache=use_cache)
     if save_ir is not None:
         for result in results:
             result.save(save_ir)

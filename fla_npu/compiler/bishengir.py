@@ -1,6 +1,7 @@
 """Running the vendor's compiler on Linalg text, up to the closed back end that only CANN ships."""
 
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -32,13 +33,14 @@ class Outcome:
     """What one run of the vendor's compiler said, and the final IR."""
 
     verdict: Verdict
-    needs: tuple[tuple[str, int], ...]
-    """Memories that overflowed, with the bits they would need."""
+    needs: tuple[tuple[str, int, int], ...]
+    """Memories that overflowed, with the bits they would need and the bits there are."""
     retried: bool
     """The buffers fitted only after multi-buffering was switched off."""
     split_reverted: bool
     """A5's message that the split over two vector cores was given up."""
-    scalar_warnings: int
+    message: str
+    """Why it failed, on one line; empty where it did not."""
     log: str
     module: str
 
@@ -47,7 +49,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> "Outcome":
-        return cls(**{**record, "needs": tuple((memory, bits) for memory, bits in record["needs"])})
+        return cls(**{**record, "needs": tuple(tuple(need) for need in record["needs"])})
 
 
 def version() -> str:
@@ -95,7 +97,7 @@ def run(linalg: str, binary: str, target: str, flags: Sequence[str] = (), timeou
                 arguments, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment, cwd=work
             )
         except subprocess.TimeoutExpired:
-            return Outcome("timeout", (), False, False, 0, f"no result within {timeout:g} s", "")
+            return Outcome("timeout", (), False, False, f"no result within {timeout:g} s", "", "")
         module = final.read_text() if final.exists() else ""
         log, stage = _cut_stage((done.stdout + done.stderr).replace(directory, "."))
         if module and stage:
@@ -120,11 +122,22 @@ def _cut_stage(text: str) -> tuple[str, str]:
     return "\n".join(log), "\n".join(stages[-1]) if stages else ""
 
 
+def _message(code: int, log: str) -> str:
+    """The compiler's own first words on what went wrong, or the signal that ended it."""
+    for pattern in (r"LLVM ERROR: .*", r"error: (?!External hivmc).*", r"\[ERROR\] (?!.*hivmc).*"):
+        found = re.search(pattern, log)
+        if found:
+            return found.group()[:300]
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return log.strip()[-300:]
+
+
 def _outcome(code: int, log: str, module: str) -> Outcome:
-    needs: dict[str, int] = {}
-    for memory, bits in re.findall(r"(\w+) overflow, requires (\d+) bits", log):
+    needs: dict[str, tuple[int, int]] = {}
+    for memory, bits, limit in re.findall(r"(\w+) overflow, requires (\d+) bits while (\d+) bits", log):
         # Several attempts print several figures; the last is that of the last attempt.
-        needs[MEMORIES.get(memory, memory)] = int(bits)
+        needs[MEMORIES.get(memory, memory)] = int(bits), int(limit)
     verdict: Verdict
     if module and code == 0:
         verdict = "passed"
@@ -134,10 +147,10 @@ def _outcome(code: int, log: str, module: str) -> Outcome:
         verdict = "crash" if code < 0 else "error"
     return Outcome(
         verdict=verdict,
-        needs=() if verdict == "passed" else tuple(sorted(needs.items())),
+        needs=() if verdict == "passed" else tuple((memory, *bits) for memory, bits in sorted(needs.items())),
         retried="[NOTE] Ub overflow detected" in log,
         split_reverted="[hivm-bind-sub-block] revert" in log,
-        scalar_warnings=log.count("will execute by scalar instruction"),
+        message="" if verdict == "passed" else _message(code, log),
         log=log[-_LOG_LIMIT:],
         module=module if verdict == "passed" else "",
     )

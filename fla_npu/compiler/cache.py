@@ -11,7 +11,7 @@ from pathlib import Path
 from fla_npu import settings
 from fla_npu.compiler.bishengir import Outcome
 
-_FORMAT = "1"
+_FORMAT = "2"
 
 
 def key(linalg: str, binary: str, target: str, flags: Sequence[str], version: str) -> str:

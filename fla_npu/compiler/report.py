@@ -39,8 +39,8 @@ class Report:
     target: str
     compiler: str
     verdict: str
-    needs: Mapping[str, int] = field(default_factory=dict)
-    """Bits that a memory would need, for those that overflowed."""
+    needs: tuple[tuple[str, int, int], ...] = ()
+    """Memory, bits it would need and bits there are, for those that overflowed."""
     retried: bool = False
     """Multi-buffering was given up to fit."""
     split: Split = "none"
@@ -68,9 +68,8 @@ class Report:
 
     def _problems(self) -> Iterator[str]:
         if self.verdict == "overflow":
-            for memory, bits in self.needs.items():
-                limit = f" of {8 * self.limit[memory]:,}" if memory in self.limit else ""
-                yield f"{memory} overflow: needs {bits:,} bits{limit}"
+            for memory, bits, limit in self.needs:
+                yield f"{memory} overflow: needs {bits:,} bits of {limit:,}"
         elif self.verdict != "passed":
             yield f"{self.verdict}: {self.message or 'no message'}"
         if self.retried and self.verdict == "passed":
@@ -100,7 +99,7 @@ class Report:
             **record,
             "ok": self.ok,
             "problems": list(self.problems),
-            "needs_bits": dict(self.needs),
+            "needs_bits": {memory: {"needed": bits, "available": limit} for memory, bits, limit in self.needs},
             "peak_bytes": dict(self.peak),
             "limit_bytes": dict(self.limit),
             "syncs": self.syncs,
@@ -157,7 +156,7 @@ class Report:
 def table(reports: Iterable[Report]) -> str:
     """Many reports as a table, one line each; quantities are those of a full chunk."""
     heads = ("kernel", "chip", "UB", "L1", "L0C", "split", "syncs", "in B", "out B", "workspace B", "MACs", "result")
-    rows = [heads]
+    rows: list[tuple[str, ...]] = [heads]
     for report in reports:
         used = [
             f"{report.peak[memory] / report.limit[memory]:.0%}"
@@ -219,9 +218,9 @@ def failed(head: Mapping[str, str], message: str) -> Report:
 
 def analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...], head: Mapping[str, str]) -> Report:
     """The report of one run; `head` is its `name`, `kernel`, `chip`, `target` and `compiler`."""
-    common: dict[str, Any] = {**head, "verdict": outcome.verdict, "needs": dict(outcome.needs)}
+    common: dict[str, Any] = {**head, "verdict": outcome.verdict, "needs": outcome.needs}
     if module is None:
-        return Report(**common, retried=outcome.retried, message=_last_error(outcome.log))
+        return Report(**common, retried=outcome.retried, message=outcome.message)
     found = devices(module, arguments)
     structured = all(device.structured for device in found)
     chunks = {device: chunk_loop(device) for device in found} if structured else {}
@@ -245,11 +244,6 @@ def analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...],
         scalar_loops=tuple(loop for device, chosen in chunks.items() for loop in _scalar_loops(device, chosen)),
         unknown_calls=tuple(sorted({name for device in found for name in device.unknown})),
     )
-
-
-def _last_error(log: str) -> str:
-    lines = [line for line in log.splitlines() if "rror" in line and "hivmc" not in line]
-    return lines[-1].strip()[:300] if lines else log.strip()[-300:]
 
 
 def _split(outcome: Outcome, found: "list[Device]") -> Split:
