@@ -457,16 +457,17 @@ def loops(device: Device) -> list[Loop]:
 
 
 def chunk_loop(device: Device) -> tuple[str, Op] | None:
-    """The loop that does most of the hand-offs and matrix products: that of the chunks, in the kernels here.
+    """The loop that does most of the hand-offs and matrix products itself: that of the chunks, in the kernels here.
 
-    Counted directly and in loops of constant length inside; of equals the innermost.
+    In a kernel for one kind of core it is the loop with most library calls. Loops of constant length count with the
+    loop around them; of equals the innermost is chosen.
     """
     best: tuple[int, int, str, Op] | None = None
     for path, op in device.loops():
         body, _ = device.full(op.regions[-1], 1)
         weight = body.sum("calls", "mma") + body.syncs
-        if device.core == "AIV" and not device.mixed:
-            weight = sum(1 for _ in op.regions[-1].walk())
+        if not device.mixed:
+            weight = body.sum("calls")
         if weight and device.trips(op) is None and (best is None or (weight, len(op.loops())) > best[:2]):
             best = (weight, len(op.loops()), path, op)
     return None if best is None else best[2:]

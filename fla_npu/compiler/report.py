@@ -54,6 +54,8 @@ class Report:
     """Cross-core hand-offs in the whole text."""
     chunk: Totals | None = None
     chunk_source: str = ""
+    once: Totals | None = None
+    """What a program does once, outside loops of unknown length."""
     loops: tuple[Loop, ...] = ()
     scalar_loops: tuple[ScalarLoop, ...] = ()
     unknown_calls: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ class Report:
             "peak_bytes": dict(self.peak),
             "limit_bytes": dict(self.limit),
             "syncs": self.syncs,
+            "once": None if self.once is None else self.once.as_dict(),
             "chunk": None if self.chunk is None else {"source": self.chunk_source, **self.chunk.as_dict()},
             "loops": [loop.as_dict() for loop in self.loops],
             "scalar_loops": [asdict(loop) for loop in self.scalar_loops],
@@ -141,6 +144,12 @@ class Report:
         if self.chunk is not None:
             rows.append(f"  a full chunk ({self.chunk_source or 'no line'}), both vector cores together")
             rows += [f"    {line}" for line in totals_text(self.chunk)]
+        if self.once is not None and self.once.sum("calls"):
+            once = self.once
+            rows.append(
+                f"  once, outside loops of unknown length: {once.user_read:,} B in, {once.user_written:,} B out, "
+                f"{once.workspace:,} B workspace, {once.macs:,} MACs, {once.vector_elements:,} vector elements"
+            )
         for loop in self.loops:
             inner = ", loops of unknown length inside not counted" if loop.has_inner else ""
             rows.append(
@@ -224,11 +233,7 @@ def analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...],
     found = devices(module, arguments)
     structured = all(device.structured for device in found)
     chunks = {device: chunk_loop(device) for device in found} if structured else {}
-    total: Totals | None = None
-    for device, chosen in chunks.items():
-        if chosen is not None:
-            body, _ = device.full(chosen[1].regions[-1])
-            total = body if total is None else total + body
+    bodies = [device.full(chosen[1].regions[-1])[0] for device, chosen in chunks.items() if chosen is not None]
     source = next((chosen[1].location for chosen in chunks.values() if chosen is not None), "")
     return Report(
         **common,
@@ -238,12 +243,20 @@ def analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...],
         limit={name: module.limits.get(f"{name}_SIZE", 0) // 8 for name in ("UB", "L1", "L0C")},
         workspace=module.host_value("infer_workspace_shape_function") or 0,
         syncs=sum(1 for d in found for op in d.function.body.walk() if op.name == "hivm.hir.sync_block_set"),
-        chunk=total,
+        chunk=_sum(bodies) if bodies else None,
         chunk_source=source,
+        once=_sum(device.full(device.function.body)[0] for device in found) if structured else None,
         loops=tuple(loop for device in found for loop in loops(device)) if structured else (),
         scalar_loops=tuple(loop for device, chosen in chunks.items() for loop in _scalar_loops(device, chosen)),
         unknown_calls=tuple(sorted({name for device in found for name in device.unknown})),
     )
+
+
+def _sum(parts: Iterable[Totals]) -> Totals:
+    total = Totals({})
+    for part in parts:
+        total += part
+    return total
 
 
 def _split(outcome: Outcome, found: "list[Device]") -> Split:
