@@ -14,9 +14,7 @@ from fla_npu.ops.common.reference import reference_forward
 from fla_npu.ops.problem import Options, Problem, Tensors
 from fla_npu.testing import CASES, make_inputs, rms_ratio
 from tests.kernels.memory import guarded_results, surrounded
-
-ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
-"""Largest relative error of rounding a result to a dtype. The interpreter cuts bfloat16 off, the device rounds it."""
+from tests.kernels.rounding import ROUNDING
 
 
 def tolerance(T, K, dtype):
@@ -224,6 +222,24 @@ def test_a_pool_of_states(lengths, channel, v_first, speculative, padded, seed):
     written = {int(i) for n in range(N) for i in indices[n, : lengths[n]]}
     left_alone = [i for i in range(len(pool)) if i not in written]
     assert torch.equal(states[left_alone], pool[left_alone])
+
+
+def test_later_slots_outside_of_the_pool_are_not_written():
+    x = make_inputs(B=1, T=3, K=16, V=20, sequences=4)
+    tensors = Tensors(x.q, x.k, x.v, x.g, x.beta, None, None, x.initial_state)
+    options = Options(decay="scalar", scale=1.0, output_final_state=True)
+    _, states, _ = run(tensors, options, inplace=True, indices=torch.tensor([[1, -1, 4]]))
+    first = double(tensors).map_tokens(lambda y: y[:, :1])._replace(initial_state=x.initial_state[1:2].double())
+    _, want, _ = reference_forward(Problem(first, options, None))
+    assert rms_ratio(states[1], want[0]) <= tolerance(1, 16, torch.float32)
+    assert torch.equal(states[[0, 2, 3]], x.initial_state[[0, 2, 3]])
+
+
+def test_rows_of_zeros_have_a_norm():
+    x = make_inputs("zero rows", B=1, T=6, K=16, V=20, seed=1)
+    assert (x.k[0, :, 0] == 0).all(-1).any() and (x.q[0, :, 0] == 0).all(-1).any()
+    options = Options(decay="scalar", scale=1.0, qk_l2norm=True, output_final_state=True)
+    check(Tensors(x.q, x.k, x.v, x.g, x.beta, None, None, x.initial_state), options)
 
 
 def test_a_pool_that_is_only_read():

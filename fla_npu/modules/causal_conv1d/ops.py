@@ -11,8 +11,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from fla_npu import settings
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.modules.kernels import launch
 from fla_npu.ops.checks import sequence_bounds
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -69,9 +71,19 @@ def causal_conv1d(
         raise ShapeError(f"x must be [B, T, D], got {tuple(shape)}")
     D, W = weight.shape
     N = _num_sequences(x, cu_seqlens)
-    if cu_seqlens is not None and not torch.compiler.is_compiling():
-        sequence_bounds(cu_seqlens, x.shape[1], cu_seqlens_cpu)
     _check_state("initial_state", initial_state, (N, D, W))
+    kernels = launch.takes(x, weight, bias, residual, initial_state) and W <= launch.WIDEST_CONVOLUTION
+    # A kernel reads the bounds on the device; to read them here would wait for it.
+    bounds_matter = not kernels or cu_seqlens_cpu is not None or settings.check_values()
+    if cu_seqlens is not None and bounds_matter and not torch.compiler.is_compiling():
+        sequence_bounds(cu_seqlens, x.shape[1], cu_seqlens_cpu)
+    if kernels:
+        from fla_npu.modules.kernels.conv import launch_conv
+
+        y, final_state = launch_conv(
+            x, weight, bias, residual, initial_state, activation, cu_seqlens, bool(output_final_state)
+        )
+        return y.view(shape), final_state
 
     taps = weight.mT.contiguous()
     y = _convolve(x, residual, taps, bias, activation)
@@ -127,6 +139,11 @@ def causal_conv1d_update(
         raise ShapeError(f"Unsupported input shape: {tuple(shape)}, must be [N, D], [N, 1, D] or [1, N, D]")
     x = x.reshape(-1, D)
     _check_state("cache", cache, (x.shape[0], D, W))
+    if launch.takes(x, weight, bias, residual, cache) and W <= launch.WIDEST_CONVOLUTION:
+        from fla_npu.modules.kernels.conv import launch_update
+
+        rows = None if residual is None else residual.reshape(-1, D)
+        return launch_update(x, weight, bias, rows, cache, activation).view(shape), cache
 
     dtype = compute_dtype(x)
     state = torch.cat([cache[..., 1:].to(x.dtype), x.unsqueeze(-1)], dim=-1)

@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 
 from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.modules.kernels import launch
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -16,6 +17,10 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None 
     Returns:
         x's shape; arithmetic is done in fp32 (fp64 for fp64 x) and rounded once.
     """
+    if launch.takes(x) and output_dtype in (None, *launch.DTYPES):
+        from fla_npu.modules.kernels.norm import launch_norm
+
+        return launch_norm(x, None, None, eps=eps, mean=False, dtype=output_dtype)
 
     def l2norm_rows(x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.modules.kernels import launch
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -36,6 +37,21 @@ def rms(
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != (D,):
             raise ShapeError(f"{name} must be [{D}], got {tuple(t.shape)}")
+    if launch.takes(x, weight, bias, gate, residual):
+        from fla_npu.modules.kernels.norm import launch_norm
+
+        return launch_norm(
+            x,
+            weight,
+            bias,
+            eps=eps,
+            mean=True,
+            gate=gate,
+            sigmoid=activation == "sigmoid",
+            gate_first=gate_first,
+            group_size=group_size,
+            residual=residual,
+        )
 
     def rms_rows(
         x: torch.Tensor,
