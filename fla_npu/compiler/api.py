@@ -12,7 +12,7 @@ from fla_npu.compiler import bishengir, cache, hivm
 from fla_npu.compiler.build import KernelBuild
 from fla_npu.compiler.handoffs import HandOff, explain_syncs
 from fla_npu.compiler.lower import Lowered, Lowerer, LoweringError
-from fla_npu.compiler.report import Report, analyse, failed
+from fla_npu.compiler.report import Report, analyse, failed, unread
 from fla_npu.planner.chips import Chip, chip
 
 
@@ -109,8 +109,13 @@ def compile_build(
         outcome = bishengir.run(lowered.linalg, target.compiler, target.target, flags)
         if use_cache:
             cache.store(name, outcome)
-    module = hivm.parse(outcome.module) if outcome.module else None
-    report = analyse(outcome, module, lowered.arguments, head)
+    module = None
+    try:
+        module = hivm.parse(outcome.module) if outcome.module else None
+    except hivm.ParseError as error:
+        report = unread(outcome, head, str(error))
+    else:
+        report = analyse(outcome, module, lowered.arguments, head)
     compiled = Compiled(build, target.name, report, lowered, outcome)
     if module is not None:
         compiled.__dict__["module"] = module

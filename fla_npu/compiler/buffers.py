@@ -9,7 +9,17 @@ from fla_npu.compiler.hivm import ITEM_BITS, Dims, Function, MemRef, Module, Op,
 FIXED_ARGUMENTS = 3
 """FFTS base address, sync lock and workspace come before a kernel's own arguments; the three grid sizes come after."""
 
-_VALUE = r"%[\w$.'#-]+"
+
+_VIEWS = {
+    "memref.cast",
+    "memref.memory_space_cast",
+    "memref.view",
+    "memref.subview",
+    "memref.reinterpret_cast",
+    "memref.collapse_shape",
+    "memref.expand_shape",
+    "memref.extract_strided_metadata",
+}
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,7 @@ class Buffers:
     @staticmethod
     def _sources(op: Op) -> list[str]:
         """The buffer that an operation makes a view of. After A5's lowering some come from where nothing is known."""
-        views = ("memref.cast", "memref.memory_space_cast", "memref.view", "memref.subview", "memref.reinterpret_cast")
-        return op.operands[:1] if op.name in (*views, "memref.collapse_shape", "memref.expand_shape") else []
+        return op.operands[:1] if op.name in _VIEWS else []
 
     def _carry(self, op: Op, arguments: list[str]) -> None:
         """A loop's carried buffers are those that it starts with."""
@@ -144,6 +153,10 @@ class Buffers:
         self.of[op.results[0]] = self[op.operands[0]]
 
     _memref_memory_space_cast = _memref_cast
+
+    def _memref_extract_strided_metadata(self, op: Op) -> None:
+        source = self[op.operands[0]]
+        self.of[op.results[0]] = replace(source, dims=(), bound=())
 
     def _arith_select(self, op: Op) -> None:
         if len(op.operands) == 3 and op.operands[1] in self.of:

@@ -178,6 +178,8 @@ def terms(op: Op, buffers: Buffers, core: str, vectors: Mapping[str, Totals] | N
     if vectors and name in vectors:
         return [Term(key, value) for key, value in vectors[name].counts.items()]
     call = Term(("calls", family(name)), 1)
+    if not _KNOWN.match(name):
+        return [call]
     if name.startswith("nd2nz"):
         return [call, gm_term(core, "read", buffers[values[0]], buffers[values[1]])]
     if name.startswith("load_gm_to_"):
@@ -196,7 +198,9 @@ def terms(op: Op, buffers: Buffers, core: str, vectors: Mapping[str, Totals] | N
     target = destination(op)
     if target is None:
         return [call]
-    wide = max((buffers[value] for value in (values[0], values[target]) if value in buffers.of), key=_elements)
+    wide = buffers[values[target]]
+    if values[0] in buffers.of:
+        wide = max(wide, buffers[values[0]], key=_elements)
     return [call, Term(("vector", family(name)), 1, wide.dims, wide.bound)]
 
 
@@ -404,11 +408,12 @@ def devices(module: Module, arguments: Iterable[str] = ()) -> list[Device]:
     """The device functions of a module with their terms; names of the kernel's arguments are optional."""
     kernels, names = module.kernels(), list(arguments)
     mixed = len({function.core for function in kernels}) == 2
-    vectors = {
-        function.name: _vector_function(module, function)
-        for function in module.functions
-        if "hivm.vector_function" in function.attributes
-    }
+    vectors = {}
+    for function in module.functions:
+        if "hivm.vector_function" in function.attributes:
+            work = _vector_function(module, function)
+            if work is not None:
+                vectors[function.name] = work
     found = []
     for function in kernels:
         device = Device(module, function, Buffers(module, function, names), mixed, vectors)
@@ -419,13 +424,16 @@ def devices(module: Module, arguments: Iterable[str] = ()) -> list[Device]:
     return found
 
 
-def _vector_function(module: Module, function: Function) -> Totals:
-    """Work of one call of a vector function; its loops are over constants."""
+def _vector_function(module: Module, function: Function) -> Totals | None:
+    """Work of one call of a vector function, None where it depends on the call."""
+    from fla_npu.compiler.evaluate import EvaluationError, closed_totals
+
     device = Device(module, function, Buffers(module, function), False)
     _collect(function.body, device, set())
-    body, open_loops = device.full(function.body)
-    if open_loops:
-        raise ParseError(f"{function.name}: a vector function with a loop of unknown length")
+    try:
+        body = closed_totals(device)
+    except EvaluationError:
+        return None
     return Totals({key: value for key, value in body.counts.items() if key[0] == "vector"})
 
 

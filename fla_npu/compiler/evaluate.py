@@ -161,6 +161,15 @@ def evaluate(
     return program.totals(program_id, launch(grid, scalars, arrays))
 
 
+def closed_totals(device: Device) -> Totals:
+    """What one run of a function does that depends on none of its arguments.
+
+    Raises:
+        EvaluationError: it depends on one.
+    """
+    return Totals(_Plan(device).run(0, 0, Launch((1,)), {}))
+
+
 def launch(
     grid: int | Sequence[int],
     scalars: Mapping[str, int] | None = None,
@@ -330,10 +339,12 @@ class _Run:
         function, names = self.plan.device.function, self.plan.buffers.argument_of
         values: dict[str, Value] = {}
         grid = (*self.given.grid, 1, 1)[:3]
-        count = len(function.arguments)
+        count, entry = len(function.arguments), "hacc.entry" in function.attributes
         for position, (value, kind) in enumerate(function.arguments):
             name = names[value]
-            if position >= count - 3:
+            if not entry:
+                values[value] = _Unknown(f"argument {name}")
+            elif position >= count - 3:
                 values[value] = grid[position - count + 3]
             elif position < FIXED_ARGUMENTS:
                 values[value] = _Unknown(f"argument {name}")
@@ -354,7 +365,7 @@ class _Run:
             elif op.regions:
                 tally.update(self.region(op, values))
             else:
-                values[op.results[0]] = self.compute(op, values)
+                values.update(zip(op.results, self.compute(op, values), strict=False))
         if self.plan.device.terms.get(block):
             sizes = tuple(self.integer(values, name, "a size") for name in self.plan.dynamic[block])
             tally[block, sizes] += 1
@@ -425,8 +436,17 @@ class _Run:
         place = self.plan.device.function.name
         raise EvaluationError(f"{name} in {place} is {what} and depends on {why}, which is not known")
 
-    def compute(self, op: Op, values: Mapping[str, Value]) -> Value:
+    def compute(self, op: Op, values: Mapping[str, Value]) -> tuple[Value, ...]:
         inputs = [values.get(value, _Unknown(value)) for value in op.operands]
+        if op.name == "memref.extract_strided_metadata":
+            source = inputs[0]
+            if not isinstance(source, _Pointer):
+                return (source,) * len(op.results)
+            sizes = [_Unknown(value) for value in op.results[2 : 2 + len(source.strides)]]
+            return (_Pointer(source.array, 0, ()), source.offset, *sizes, *source.strides)
+        return (self.value(op, inputs),)
+
+    def value(self, op: Op, inputs: Sequence[Value]) -> Value:
         if op.name == "hivm.hir.get_block_idx":
             return self.program
         if op.name == "hivm.hir.get_sub_block_idx":

@@ -1,12 +1,12 @@
 """What the compiler made of one build for one chip."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fla_npu.compiler.bishengir import Outcome
 from fla_npu.compiler.count import Device, Loop, Totals, chunk_loop, devices, loops
-from fla_npu.compiler.hivm import Module, Op
+from fla_npu.compiler.hivm import Module, Op, ParseError
 
 Split = Literal["held", "lost", "none"]
 
@@ -62,6 +62,8 @@ class Report:
     """Library functions that the counts do not know."""
     message: str = ""
     """The compiler's own words where it failed."""
+    unread: str = ""
+    """What in the compiler's program was not understood; there are no figures then."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -74,6 +76,8 @@ class Report:
                 yield f"{memory} overflow: needs {bits:,} bits of {limit:,}"
         elif self.verdict != "passed":
             yield f"{self.verdict}: {self.message or 'no message'}"
+        if self.unread:
+            yield f"the compiler's program is not understood: {self.unread}"
         if self.retried and self.verdict == "passed":
             yield "fits only without multi-buffering"
         if self.split == "lost":
@@ -111,6 +115,7 @@ class Report:
             "scalar_loops": [asdict(loop) for loop in self.scalar_loops],
             "unknown_calls": list(self.unknown_calls),
             "message": self.message,
+            "unread": self.unread,
         }
 
     def line(self) -> str:
@@ -225,8 +230,20 @@ def failed(head: Mapping[str, str], message: str) -> Report:
     )
 
 
+def unread(outcome: Outcome, head: Mapping[str, str], why: str) -> Report:
+    """The report of a program that the counts do not understand."""
+    return replace(failed(head, ""), verdict=outcome.verdict, retried=outcome.retried, unread=why)
+
+
 def analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...], head: Mapping[str, str]) -> Report:
     """The report of one run; `head` is its `name`, `kernel`, `chip`, `target` and `compiler`."""
+    try:
+        return _analyse(outcome, module, arguments, head)
+    except ParseError as error:
+        return unread(outcome, head, str(error))
+
+
+def _analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...], head: Mapping[str, str]) -> Report:
     common: dict[str, Any] = {**head, "verdict": outcome.verdict, "needs": outcome.needs}
     if module is None:
         return Report(**common, retried=outcome.retried, message=outcome.message)

@@ -7,7 +7,7 @@ from fla_npu.compiler.bishengir import Outcome
 from fla_npu.compiler.count import chunk_loop, devices, family, loops
 from fla_npu.compiler.hivm import ParseError, memrefs, parse
 from fla_npu.compiler.report import analyse, peaks
-from tests.compiler.programs import UB, load, program
+from tests.compiler.programs import CONSTANTS, UB, load, program
 
 ROW = 8 * 4
 HEAD = {"name": "b", "kernel": "m:f", "chip": "910B3", "target": "Ascend910B3", "compiler": "1.2.0"}
@@ -115,6 +115,53 @@ def test_calls_that_nobody_knows_are_a_problem():
     report = analyse(PASSED, parse(program(load("16") + call)), (), HEAD)
     assert report.unknown_calls == ("frobnicate",)
     assert report.problems == ("calls not counted: frobnicate",)
+
+
+def test_a_program_that_is_not_understood_is_a_problem_not_a_crash():
+    call = "    func.call @vexp_1d_float(%nowhere, %nowhere, %nowhere) : (i1) -> ()\n"
+    report = analyse(PASSED, parse(program(call)), (), HEAD)
+    assert report.verdict == "passed"
+    assert report.problems == ("the compiler's program is not understood: kernel: not a buffer: %nowhere",)
+
+
+def test_stripped_metadata_keeps_the_buffer():
+    body = (
+        f"    %tile = hivm.hir.pointer_cast(%c64_i64) : memref<128x1xbf16, {UB}>\n"
+        f"    %base, %offset, %sizes:2, %strides:2 = memref.extract_strided_metadata %tile : "
+        f"memref<128x1xbf16, {UB}> -> memref<bf16, {UB}>, index, index, index, index, index\n"
+        f"    %wide = memref.reinterpret_cast %base to offset: [0], sizes: [128, 1], strides: [16, 1] : "
+        f"memref<bf16, {UB}> to memref<128x1xbf16, strided<[16, 1]>, {UB}>\n"
+    )
+    buffer = device(body).buffers["%wide"]
+    assert (buffer.dims, buffer.root, buffer.dtype) == ((128, 1), "%tile", "bf16")
+
+
+def vector_function(loop):
+    """A function of the kind into which the compiler for A5 moves vector code, called by a program."""
+    body = (
+        f"  func.func @code(%arg0: memref<64xf32, {UB}>, %arg1: index) attributes {{hivm.vector_function}} {{\n"
+        f"{CONSTANTS}    %c5 = arith.constant 5 : index\n    %c8 = arith.constant 8 : index\n"
+        "    %n = scf.for %i = %c0 to %c5 step %c1 iter_args(%x = %c8) -> (index) {\n"
+        f"      scf.for %j = %c0 to {loop} step %c1 {{\n"
+        "        %v = ave.hir.vexp %w, %p : vector<64xf32>, vector<64xi1>\n"
+        "      }\n      %half = arith.divui %x, %c8 : index\n      scf.yield %half : index\n    }\n    return\n  }\n"
+    )
+    call = f"    func.call @code(%tile, %c1) : (memref<16x8xf32, {UB}>, index) -> ()\n"
+    text = program(load("16") + call)
+    return text.replace("  func.func @kernel", body + "  func.func @kernel")
+
+
+def test_vector_functions_are_walked():
+    """An outer loop of five, an inner one of 8, 1, 0, 0 and 0 iterations."""
+    report = analyse(PASSED, parse(vector_function("%x")), (), HEAD)
+    assert report.ok
+    assert report.once is not None
+    assert report.once.by("vector") == {"vexp": 64 * 9}
+
+
+def test_vector_functions_that_depend_on_the_call_are_a_problem():
+    report = analyse(PASSED, parse(vector_function("%arg1")), (), HEAD)
+    assert report.problems == ("calls not counted: code",)
 
 
 @pytest.mark.parametrize(
