@@ -74,7 +74,7 @@ def compile_command(
             results = [_one(op or "", name, shape, as_json, save_ir, not no_cache) for name in chips or ("910B3",)]
             ok = all(results)
     except MissingExtraError as error:
-        raise CommandError(str(error), "triton-ascend has wheels for Python 3.9 to 3.11") from error
+        raise CommandError(str(error), "triton-ascend and fla-npu share Python 3.10 and 3.11") from error
     except (ValueError, TypeError) as error:
         raise CommandError(str(error), "see fla-npu compile --help") from error
     if not ok:

@@ -62,7 +62,7 @@ def main(
         )
         compiled = compile_build(build, chip, use_cache=not no_cache)
     except MissingExtraError as error:
-        raise CommandError(str(error), "triton-ascend needs Python 3.9 to 3.11") from error
+        raise CommandError(str(error), "triton-ascend and fla-npu share Python 3.10 and 3.11") from error
     except ValueError as error:
         raise CommandError(str(error), "see --help") from error
     if save_ir is not None:
