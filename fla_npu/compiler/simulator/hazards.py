@@ -76,8 +76,10 @@ class Hazards:
         """All pipes of a core finish before any of them goes on."""
         self.clocks[lanes] = self.clocks[lanes].max(axis=0)
 
-    def access(self, lane: int, scalar: int, reads: list[View], writes: list[View], label: str) -> None:
-        """One instruction."""
+    def access(
+        self, lane: int, scalar: int, reads: list[View], writes: list[View], label: str, same: bool = False
+    ) -> None:
+        """One instruction. `same` says that it changes nothing of what it writes."""
         clock = self.issue(lane, scalar)
         clock[lane] += 1
         number = self.labels.setdefault(label, len(self.labels))
@@ -86,7 +88,7 @@ class Hazards:
         for view in reads:
             self._read(lane, clock, view, number)
         for view in writes:
-            self._write(lane, clock, view, number)
+            self._write(lane, clock, view, number, same)
 
     def _read(self, lane: int, clock: Clock, view: View, number: int) -> None:
         where = touched(view)
@@ -102,12 +104,13 @@ class Hazards:
         clocks[where] = clock[lane]
         labels[where] = number
 
-    def _write(self, lane: int, clock: Clock, view: View, number: int) -> None:
+    def _write(self, lane: int, clock: Clock, view: View, number: int, same: bool) -> None:
         where = touched(view)
         if where is None:
             return
         shadow = self._shadow(view.memory)
-        self._check("write twice", shadow.write_clock[where] > clock[shadow.write_lane[where]], view, number, where)
+        if not same:
+            self._check("write twice", shadow.write_clock[where] > clock[shadow.write_lane[where]], view, number, where)
         for other, (clocks, labels) in shadow.reads.items():
             if other != lane:
                 late = clocks[where] > clock[other]

@@ -28,6 +28,8 @@ class Instruction:
     pipe: str
     reads: list[View] = field(default_factory=list)
     writes: list[View] = field(default_factory=list)
+    same: bool = False
+    """It writes what was there: two such writes need no order. Both vector cores hand over scalars in this way."""
 
 
 @dataclass
@@ -179,11 +181,13 @@ def _store() -> Call:
             raise SimulationError(f"store with atomic kind {atomic} not understood")
         if 0 in gm.shape:
             return [Instruction("MTE3")]
-        if atomic == 0:
-            gm.raw()[...] = ub.raw()
-        else:
+        if atomic:
             gm.put(_ATOMICS[atomic](gm.get(), ub.get()))
-        return [Instruction("MTE3", [ub], [gm])]
+            return [Instruction("MTE3", [ub], [gm])]
+        source, target = ub.raw(), gm.raw()
+        same = source.tobytes() == target.tobytes()
+        target[...] = source
+        return [Instruction("MTE3", [ub], [gm], same)]
 
     return run
 

@@ -174,7 +174,7 @@ class Core:
         for step in steps:
             if isinstance(step, Instruction):
                 if hazards is not None:
-                    hazards.access(self.lanes[step.pipe], self.lanes["S"], step.reads, step.writes, label)
+                    hazards.access(self.lanes[step.pipe], self.lanes["S"], step.reads, step.writes, label, step.same)
             elif step.sets:
                 self.set_event(step.source, step.target, step.event)
             else:
