@@ -14,9 +14,15 @@ from fla_npu.compiler.build import KernelBuild
 from fla_npu.ops.common.ascend import launch_options, vector_core_count
 from fla_npu.ops.common.gate_kernel import sequence
 
-# 16 KiB in float32, of which about eight are alive, loads twice: wider ones lose the double buffering in fp32.
-BLOCK_TOKENS = 32
+# A tile is 16 KiB in float32. About eight are alive, those of loads twice, and wide convolutions have more loads: larger
+# tiles lose the double buffering or do not fit.
 BLOCK_CHANNELS = 128
+
+
+def block_tokens(W: int) -> int:
+    """Tokens of a tile."""
+    return 32 if W <= 4 else 16
+
 
 # A row of a state takes 32 bytes on core however short it is.
 UPDATE_CHANNELS = 256
@@ -239,7 +245,7 @@ def launch_conv(
             D=D,
             W=W,
             WP=triton.next_power_of_2(W),
-            BT=BLOCK_TOKENS,
+            BT=block_tokens(W),
             BD=BLOCK_CHANNELS,
             SILU=activation is not None,
             HAS_BIAS=bias is not None,
@@ -325,7 +331,7 @@ def builds() -> list[KernelBuild]:
         )
         tensors |= {"initial", "final"} if full else set()
         absent |= set() if full else {"initial", "final"}
-        fixed |= {"BT": BLOCK_TOKENS, "BD": BLOCK_CHANNELS, "HAS_INITIAL": full, "HAS_FINAL": full, "VARLEN": packed}
+        fixed |= {"BT": block_tokens(W), "BD": BLOCK_CHANNELS, "HAS_INITIAL": full, "HAS_FINAL": full, "VARLEN": packed}
         found.append(
             KernelBuild(
                 name=f"conv-{name}{'-packed' if packed else ''}",
