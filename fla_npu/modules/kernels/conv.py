@@ -14,8 +14,8 @@ from fla_npu.compiler.build import KernelBuild
 from fla_npu.ops.common.ascend import launch_options, vector_core_count
 from fla_npu.ops.common.gate_kernel import sequence
 
-# A tile is 16 KiB in float32. About eight are alive, those of loads twice, and wide convolutions have more loads: larger
-# tiles lose the double buffering or do not fit.
+# A tile is 16 KiB in float32. About eight are alive, those of loads twice, and wide convolutions have more loads:
+# larger tiles lose the double buffering or do not fit.
 BLOCK_CHANNELS = 128
 
 
