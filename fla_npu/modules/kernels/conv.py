@@ -64,14 +64,14 @@ def first_tokens(x, x_token, state, taps, d, inside, token: tl.constexpr, W: tl.
 
 
 @triton.jit
-def last_inputs(x, x_token, length, state, d, inside, W: tl.constexpr, HAS_INITIAL: tl.constexpr):
+def last_inputs(x, x_token, length, state, d, D: tl.constexpr, W: tl.constexpr, HAS_INITIAL: tl.constexpr):
     """The state `[BD, WP]` behind the end of a sequence that starts at x."""
     j = tl.arange(0, state.shape[1])
     last = tl.zeros_like(state)
     for i in tl.static_range(W):
         source = length - W + i
         at = x + tl.cast(tl.maximum(source, 0), tl.int64) * x_token + d
-        value = tl.load(at, mask=inside & (source >= 0), other=0.0).to(tl.float32)
+        value = tl.load(at, mask=d < tl.where(source >= 0, D, 0), other=0.0).to(tl.float32)
         if HAS_INITIAL:
             # A column from W on is not there, and its sum 0.
             value += column(state, length + i)
@@ -163,7 +163,7 @@ def conv_kernel(
                             one += value.to(tl.float32)
                         tl.store(y_sequence + head * D + d, one.to(y.dtype.element_ty), mask=inside)
                 if HAS_FINAL:
-                    last = last_inputs(x_sequence, x_token, length, state, d, inside, W, HAS_INITIAL)
+                    last = last_inputs(x_sequence, x_token, length, state, d, D, W, HAS_INITIAL)
                     tl.store(final + row * (D * W) + taps_at, last.to(final.dtype.element_ty), mask=taps_inside)
         before += tasks
 

@@ -34,8 +34,9 @@ def runs_kernels(device: torch.device) -> bool:
 
 @lru_cache(maxsize=16)
 def _npu_runs_kernels(index: int) -> bool:
-    try:
-        known = chip(torch.get_device_module("npu").get_device_name(index))
-    except ValueError:
+    if not hasattr(torch, "npu") or find_spec("triton") is None:
         return False
-    return known.triton and find_spec("triton") is not None
+    try:
+        return chip(torch.npu.get_device_name(index)).triton
+    except ValueError:  # a chip that we know nothing of
+        return False

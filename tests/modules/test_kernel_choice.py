@@ -1,0 +1,62 @@
+"""Which calls of the modules are left to the kernels; on an NPU, or on what says it is one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fla_npu.modules import RMSNorm, ShortConvolution
+from fla_npu.modules.kernels import launch
+
+
+@pytest.fixture
+def npu(monkeypatch):
+    """Pretends that there is triton, and an NPU of the name in the attribute `name`."""
+    device = SimpleNamespace(name="Ascend910B3")
+    monkeypatch.setattr(
+        torch,
+        "npu",
+        SimpleNamespace(get_device_name=lambda index: device.name, is_available=lambda: True),
+        raising=False,
+    )
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    launch._npu_runs_kernels.cache_clear()
+    yield device
+    launch._npu_runs_kernels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("Ascend910B3", True),
+        ("Ascend910_9382", True),
+        ("Ascend310P3", False),
+        ("Ascend310B1", False),
+        ("Ascend9999", False),
+    ],
+)
+def test_chips(npu, name, runs):
+    npu.name = name
+    assert launch.runs_kernels(SimpleNamespace(type="npu", index=0)) is runs
+
+
+def test_without_triton(npu, monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    assert not launch.runs_kernels(SimpleNamespace(type="npu", index=None))
+
+
+def test_a_cpu_runs_none(npu):
+    assert not launch.runs_kernels(torch.device("cpu"))
+
+
+def test_calls_with_gradients_and_float64_are_portable(monkeypatch):
+    monkeypatch.setattr(launch, "runs_kernels", lambda device: True)
+    x = torch.randn(1, 5, 8)
+    norm, conv = RMSNorm(8), ShortConvolution(8, 4)
+    # Were a kernel taken here, its import would fail, or its launch, for there is no device.
+    norm(x).sum().backward()
+    conv(x)[0].sum().backward()
+    assert norm.weight.grad is not None and conv.weight.grad is not None
+    with torch.no_grad():
+        RMSNorm(8, dtype=torch.float64)(x.double())
+        assert launch.takes(x, norm.weight)
