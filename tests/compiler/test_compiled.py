@@ -225,6 +225,9 @@ def test_evaluated_forward_equals_the_formula(compiled, tokens, heads, grid):
     # kk and qk have as many rows and columns as the chunk has tokens, reads and update as many rows.
     square = 12 * 64**3
     assert totals.macs == tasks * sum(square + 2 * n * n * 128 + 2 * n * 128 * 64 + 128 * n * 64 for n in chunks)
+    # Operands: kk and qk n x 128 twice, reads n x 128 and 128 x 64, update 128 x n and n x 64; two bytes each.
+    operands = (12 * 2 * 64**2 + 2 * 2 * n * 128 + 2 * (n * 128 + 128 * 64) + 128 * n + n * 64 for n in chunks)
+    assert totals.l1_to_l0 == 2 * tasks * sum(operands)
     assert totals.syncs == tasks * len(chunks) * 29
     assert totals.by("calls").get("mma", 0) == tasks * len(chunks) * 17
 

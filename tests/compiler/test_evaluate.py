@@ -183,6 +183,26 @@ def test_unused_unknown_values_do_no_harm():
     assert bytes_read(program(body)) == 16 * ROW
 
 
+@pytest.mark.parametrize("ask", ["get_block_idx", "get_sub_block_idx"])
+def test_loops_that_ask_where_they_run_are_not_taken_for_the_same(ask):
+    """The outer loop reads nothing from outside; the inner one has as many iterations as the number asked for."""
+    body = f"      %where = hivm.hir.{ask} -> i64\n      %n = arith.trunci %where : i64 to i32\n"
+    inner = "      scf.for %j = %c0_i32 to %n step %c1_i32  : i32 {\n" + load("16", 8) + "      }\n"
+    vector = program("    scf.for %i = %c0 to %c1 step %c1 {\n" + body + inner + "    }\n")
+    # With a cube function beside it, both vector cores run the vector function.
+    function = vector[vector.index("  func.func") : vector.rindex("}")]
+    cube = function.replace("func_core_type<AIV>", "func_core_type<AIC>").replace("@kernel", "@cube")
+    cube = cube.replace("to %n step", "to %c0_i32 step")
+    totals = Program(parse(vector.replace(function, function + cube))).launch_totals(launch(3))
+    # Programs 0, 1 and 2, twice each; or vector cores 0 and 1 of three programs.
+    assert totals.sum("gm") == (2 * (0 + 1 + 2) if ask == "get_block_idx" else 3) * 16 * ROW
+
+
+def test_another_launch_is_evaluated_anew():
+    compiled = Program(parse(program(loop("%arg5", load("16", 6)))), ("x", "a", "n", "unused"))
+    assert [compiled.totals(0, launch(1, {"n": n})).sum("gm") for n in (3, 5, 3)] == [n * 16 * ROW for n in (3, 5, 3)]
+
+
 @pytest.mark.parametrize("grid", [0, (), (1, 2, 3, 4), (2, 0)])
 def test_grid_is_checked(grid):
     with pytest.raises(ValueError, match="grid must be"):
