@@ -199,8 +199,20 @@ def test_loops_that_ask_where_they_run_are_not_taken_for_the_same(ask):
 
 
 def test_another_launch_is_evaluated_anew():
-    compiled = Program(parse(program(loop("%arg5", load("16", 6)))), ("x", "a", "n", "unused"))
-    assert [compiled.totals(0, launch(1, {"n": n})).sum("gm") for n in (3, 5, 3)] == [n * 16 * ROW for n in (3, 5, 3)]
+    """Same scalars, another array: what loops did for the first launch says nothing about the second."""
+    body = "    scf.for %i = %c0 to %c1 step %c1 {\n" + element("0") + loop("%v", load("16", 6)) + "    }\n"
+    compiled = Program(parse(program(body)), ("x", "a", "n", "unused"))
+    reads = [compiled.totals(0, launch(1, arrays={"a": [n]})).sum("gm") for n in (3, 5, 3)]
+    assert reads == [n * 16 * ROW for n in (3, 5, 3)]
+
+
+@pytest.mark.parametrize(("cast", "expected"), [("extsi", -1), ("extui", 1)])
+def test_one_bit_extended(cast, expected):
+    body = (
+        f"    %yes = arith.cmpi eq, %c0_i32, %c0_i32 : i32\n    %n = arith.{cast} %yes : i1 to i32\n"
+        "    %c3 = arith.constant 3 : i32\n    %m = arith.addi %n, %c3 : i32\n"
+    )
+    assert bytes_read(program(body + loop("%m", load("16", 6)))) == (3 + expected) * 16 * ROW
 
 
 @pytest.mark.parametrize("grid", [0, (), (1, 2, 3, 4), (2, 0)])
