@@ -134,6 +134,18 @@ def test_a_barrier_over_all_pipes_orders():
         simulate(vector(LOAD + "    hivm.hir.pipe_barrier[<PIPE_V>]\n" + DOUBLE + barrier + STORE), [x, y, 0], 1)
 
 
+def test_instructions_of_one_pipe_need_a_barrier():
+    """Twice the same buffer in place: all of read after write, write after read and write twice."""
+    x, y = pair()
+    with pytest.raises(HazardError) as caught:
+        simulate(vector(LOAD + TO_V + DOUBLE * 2 + TO_MTE3 + STORE), [x, y, 0], 1)
+    kinds = {hazard.kind for hazard in caught.value.statistics.hazards}
+    assert kinds == {"read after write", "write after read", "write twice"}
+    barrier = "    hivm.hir.pipe_barrier[<PIPE_V>]\n"
+    simulate(vector(LOAD + TO_V + DOUBLE + barrier + DOUBLE + TO_MTE3 + STORE), [x, y, 0], 1)
+    assert np.array_equal(y, 4 * x)
+
+
 def test_two_programs_that_write_one_place_are_a_hazard():
     x, y = pair()
     with pytest.raises(HazardError, match="write twice"):

@@ -160,6 +160,19 @@ def test_a_flag_taken_away_shows(lowerer, kernel):
     assert shown == NEEDED[kernel]
 
 
+def test_a_barrier_taken_away_shows(lowerer):
+    """Every barrier of the vector unit in a chain of vector code."""
+    n, K = 3, 64
+    signature = {"x": "*fp32", "y": "*fp32", "o": "*fp32", "n": "i32"}
+    lines = compiled(lowerer, "tail", signature, {"C": 64, "K": K}).splitlines()
+    arrays = [numbers(n, K), numbers(64, K), np.zeros((n, 64), np.float32), n]
+    barriers = [number for number, line in enumerate(lines) if "pipe_barrier[<PIPE_V>]" in line]
+    assert len(barriers) >= 4
+    for number in barriers:
+        with pytest.raises(HazardError, match="AIV"):
+            simulate("\n".join(lines[:number] + lines[number + 1 :]), arrays, 1)
+
+
 def test_a_hand_off_taken_away_shows(lowerer):
     n, C, K = 3, 64, 128
     signature = {"q": "*fp32", "k": "*fp32", "o": "*fp32", "n": "i32"}

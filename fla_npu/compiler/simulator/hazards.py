@@ -1,7 +1,9 @@
 """Accesses that nothing orders: the pipes of a core run side by side, and only flags and barriers order them.
 
 Each pipe of each core has a vector clock. An access is a hazard if an earlier one to the same bytes, one of the two a
-write, came from a pipe whose clock at that access the accessing pipe has not seen through flags.
+write, came from a pipe whose clock at that access the accessing pipe has not seen through flags. Inside most pipes an
+instruction may also start before the last one is done: what a pipe has seen of itself is what was issued before its
+last barrier, or came back to it through flags.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ from fla_npu.compiler.simulator.memory import Memory, View, touched
 PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 CORES = ("AIC", "AIV0", "AIV1")
 _LANES = len(PIPES) * len(CORES)
+
+_IN_ORDER = ("S", "M", "MTE1")
+"""Pipes in which each instruction sees the ones before: the scalar unit, and the two that the library's matrix product
+orders itself."""
 
 Clock = npt.NDArray[np.int64]
 
@@ -42,6 +48,23 @@ class _Shadow:
         self.write_clock = np.zeros(self.size, np.int64)
         self.write_label = np.zeros(self.size, np.int32)
         self.reads: dict[int, tuple[Clock, npt.NDArray[np.int32]]] = {}
+        """Pipe -> its clock and instruction at its last read."""
+
+    def late(self, where: Any, seen: Clock) -> Any:
+        """Where the last write is not among what has been seen."""
+        return self.write_clock[where] > seen[self.write_lane[where]]
+
+    def read(self, lane: int, clock: int, label: int, where: Any) -> None:
+        if lane not in self.reads:
+            self.reads[lane] = (np.zeros(self.size, np.int64), np.zeros(self.size, np.int32))
+        clocks, labels = self.reads[lane]
+        clocks[where] = clock
+        labels[where] = label
+
+    def write(self, lane: int, clock: int, label: int, where: Any) -> None:
+        self.write_lane[where] = lane
+        self.write_clock[where] = clock
+        self.write_label[where] = label
 
 
 class Hazards:
@@ -54,6 +77,8 @@ class Hazards:
         self.found: dict[tuple[str, int, int], Hazard] = {}
         self.labels: dict[str, int] = {}
         self.names: list[str] = []
+        self.settled = np.zeros(programs * _LANES, np.int64)
+        """Clock up to which each pipe knows that its own instructions are done."""
 
     @staticmethod
     def lane(program: int, core: str, pipe: str) -> int:
@@ -61,8 +86,9 @@ class Hazards:
 
     def issue(self, lane: int, scalar: int) -> Clock:
         """The clock of a pipe as it takes an instruction, which the scalar pipe hands to it."""
+        if lane != scalar:
+            self.join(lane, self.clocks[scalar])
         clock: Clock = self.clocks[lane]
-        np.maximum(clock, self.clocks[scalar], out=clock)
         return clock
 
     def token(self, lane: int, scalar: int) -> Clock:
@@ -70,67 +96,56 @@ class Hazards:
         return self.issue(lane, scalar).copy()
 
     def join(self, lane: int, token: Clock) -> None:
+        """A pipe learns what a token says."""
         np.maximum(self.clocks[lane], token, out=self.clocks[lane])
+        self.settled[lane] = max(self.settled[lane], token[lane])
 
     def barrier(self, lanes: list[int]) -> None:
-        """All pipes of a core finish before any of them goes on."""
+        """All that these pipes of a core have taken is done before any of them goes on."""
         self.clocks[lanes] = self.clocks[lanes].max(axis=0)
+        self.settled[lanes] = self.clocks[lanes, lanes]
 
     def access(
         self, lane: int, scalar: int, reads: list[View], writes: list[View], label: str, same: bool = False
     ) -> None:
         """One instruction. `same` says that it changes nothing of what it writes."""
         clock = self.issue(lane, scalar)
-        clock[lane] += 1
         number = self.labels.setdefault(label, len(self.labels))
         if number == len(self.names):
             self.names.append(label)
-        for view in reads:
-            self._read(lane, clock, view, number)
-        for view in writes:
-            self._write(lane, clock, view, number, same)
+        seen = clock.copy()
+        if PIPES[lane % len(PIPES)] not in _IN_ORDER:
+            seen[lane] = self.settled[lane]
+        read, written = self._places(reads), self._places(writes)
+        for shadow, view, where in read:
+            self._check("read after write", shadow.late(where, seen), shadow.write_label, view, where, number)
+        for shadow, view, where in written:
+            if not same:
+                self._check("write twice", shadow.late(where, seen), shadow.write_label, view, where, number)
+            for other, (clocks, labels) in shadow.reads.items():
+                self._check("write after read", clocks[where] > seen[other], labels, view, where, number)
+        clock[lane] += 1
+        for shadow, _, where in read:
+            shadow.read(lane, int(clock[lane]), number, where)
+        for shadow, _, where in written:
+            shadow.write(lane, int(clock[lane]), number, where)
 
-    def _read(self, lane: int, clock: Clock, view: View, number: int) -> None:
-        where = touched(view)
-        if where is None:
-            return
-        shadow = self._shadow(view.memory)
-        self._check(
-            "read after write", shadow.write_clock[where] > clock[shadow.write_lane[where]], view, number, where
-        )
-        if lane not in shadow.reads:
-            shadow.reads[lane] = (np.zeros(shadow.size, np.int64), np.zeros(shadow.size, np.int32))
-        clocks, labels = shadow.reads[lane]
-        clocks[where] = clock[lane]
-        labels[where] = number
+    def _places(self, views: list[View]) -> list[tuple[_Shadow, View, Any]]:
+        places = []
+        for view in views:
+            where = touched(view)
+            if where is not None:
+                if view.memory not in self.shadows:
+                    self.shadows[view.memory] = _Shadow(view.memory)
+                places.append((self.shadows[view.memory], view, where))
+        return places
 
-    def _write(self, lane: int, clock: Clock, view: View, number: int, same: bool) -> None:
-        where = touched(view)
-        if where is None:
-            return
-        shadow = self._shadow(view.memory)
-        if not same:
-            self._check("write twice", shadow.write_clock[where] > clock[shadow.write_lane[where]], view, number, where)
-        for other, (clocks, labels) in shadow.reads.items():
-            if other != lane:
-                late = clocks[where] > clock[other]
-                self._check("write after read", late, view, number, where, labels)
-        shadow.write_lane[where] = lane
-        shadow.write_clock[where] = clock[lane]
-        shadow.write_label[where] = number
-
-    def _shadow(self, memory: Memory) -> _Shadow:
-        if memory not in self.shadows:
-            self.shadows[memory] = _Shadow(memory)
-        return self.shadows[memory]
-
-    def _check(self, kind: str, late: Any, view: View, number: int, where: Any, labels: Any = None) -> None:
+    def _check(self, kind: str, late: Any, labels: Any, view: View, where: Any, number: int) -> None:
         if not late.any():
             return
-        shadow = self.shadows[view.memory]
         places = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         place = int(places[np.flatnonzero(late)[0]])
-        first = int((shadow.write_label if labels is None else labels)[place])
+        first = int(labels[place])
         self.found.setdefault(
             (kind, first, number),
             Hazard(kind, view.memory.name, place * view.memory.granule, self.names[first], self.names[number]),

@@ -203,12 +203,12 @@ class Core:
                 raise SimulationError(f"waits for flag {source} -> {target}, event {event}, which nobody has set")
             token = tokens.popleft()
         if hazards is not None and token is not None:
-            hazards.issue(self.lanes[target], self.lanes["S"])
             hazards.join(self.lanes[target], token)
 
     def barrier(self, pipe: str) -> None:
-        if self.launch.hazards is not None and pipe == "ALL":
-            self.launch.hazards.barrier(list(self.lanes.values()))
+        if self.launch.hazards is not None:
+            lanes = list(self.lanes.values()) if pipe == "ALL" else [self.lanes[pipe]]
+            self.launch.hazards.barrier(lanes)
 
     def signal(self, pipe: str, flag: int) -> None:
         token = self.token(pipe)
@@ -562,6 +562,8 @@ class Code:
         if match is None:
             raise SimulationError(f"barrier not understood: {op.text[:120]}")
         pipe = match.group(1)
+        if pipe not in (*PIPES, "ALL"):
+            raise SimulationError(f"barrier not understood: {op.text[:120]}")
         return lambda core: core.barrier(pipe)
 
     def _hivm_hir_sync_block_set(self, op: Op) -> Action:
