@@ -12,8 +12,9 @@ from fla_npu.compiler.lower import Lowerer
 from fla_npu.compiler.simulate import HazardError, SimulationError, simulate
 from fla_npu.compiler.simulator.launcher import SimulatedKernel
 from fla_npu.compiler.simulator.memory import bf16_bits, bf16_values
+from tests.compiler import simulated_kernels
 
-FILE = str(Path(__file__).with_name("simulated_kernels.py"))
+FILE = str(Path(simulated_kernels.__file__))
 SCHEDULES = ["round_robin", "aic_first", "aiv_first", "random:0", "random:1"]
 UNIT = 2.0**-24
 """Half a step of fp32 at 1. A sum of n products of numbers a, b is off by at most `n UNIT sum |a b|` in any order."""
@@ -186,7 +187,7 @@ def test_a_hand_off_taken_away_shows(lowerer):
 
 def test_launches_on_tensors(lowerer):
     """The stand-in for a Triton kernel: bf16, a strided tensor, and an argument that is not given."""
-    kernel = SimulatedKernel(f"{FILE}:scores", ["q", "k", "o", "n", "C", "K"], ["C", "K"])
+    kernel = SimulatedKernel.of(simulated_kernels.scores)
     q = torch.from_numpy(numbers(3, 64, 128)).bfloat16()
     o = torch.zeros(3, 64, 64)
     try:

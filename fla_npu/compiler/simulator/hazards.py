@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fla_npu.compiler.simulator.library import Instruction
 from fla_npu.compiler.simulator.memory import Memory, View, touched
 
 PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
@@ -105,29 +106,28 @@ class Hazards:
         self.clocks[lanes] = self.clocks[lanes].max(axis=0)
         self.settled[lanes] = self.clocks[lanes, lanes]
 
-    def access(
-        self, lane: int, scalar: int, reads: list[View], writes: list[View], label: str, same: bool = False
-    ) -> None:
-        """One instruction. `same` says that it changes nothing of what it writes."""
+    def access(self, lane: int, scalar: int, step: Instruction, label: str) -> None:
+        """One instruction of a pipe, and the scalar pipe that has handed it out."""
         clock = self.issue(lane, scalar)
         number = self.labels.setdefault(label, len(self.labels))
         if number == len(self.names):
             self.names.append(label)
         seen = clock.copy()
-        if PIPES[lane % len(PIPES)] not in _IN_ORDER:
+        if step.pipe not in _IN_ORDER:
             seen[lane] = self.settled[lane]
-        read, written = self._places(reads), self._places(writes)
+        read, written, scratch = (self._places(views) for views in (step.reads, step.writes, step.scratch))
         for shadow, view, where in read:
             self._check("read after write", shadow.late(where, seen), shadow.write_label, view, where, number)
-        for shadow, view, where in written:
-            if not same:
-                self._check("write twice", shadow.late(where, seen), shadow.write_label, view, where, number)
-            for other, (clocks, labels) in shadow.reads.items():
-                self._check("write after read", clocks[where] > seen[other], labels, view, where, number)
+        for places, known in ((written, seen), (scratch, clock)):
+            for shadow, view, where in places:
+                if not step.same:
+                    self._check("write twice", shadow.late(where, known), shadow.write_label, view, where, number)
+                for other, (clocks, labels) in shadow.reads.items():
+                    self._check("write after read", clocks[where] > known[other], labels, view, where, number)
         clock[lane] += 1
         for shadow, _, where in read:
             shadow.read(lane, int(clock[lane]), number, where)
-        for shadow, _, where in written:
+        for shadow, _, where in (*written, *scratch):
             shadow.write(lane, int(clock[lane]), number, where)
 
     def _places(self, views: list[View]) -> list[tuple[_Shadow, View, Any]]:

@@ -47,6 +47,12 @@ class SimulatedKernel:
         self.statistics: list[Statistics] = []
         self._lowerer = Lowerer()
 
+    @classmethod
+    def of(cls, function: Any, **settings: Any) -> "SimulatedKernel":
+        """The stand-in for a jitted function of an importable module."""
+        fixed = [parameter.name for parameter in function.params if parameter.is_constexpr]
+        return cls(f"{function.fn.__module__}:{function.fn.__name__}", function.arg_names, fixed, **settings)
+
     def close(self) -> None:
         """Ends the front end's process."""
         self._lowerer.close()

@@ -28,6 +28,8 @@ class Instruction:
     pipe: str
     reads: list[View] = field(default_factory=list)
     writes: list[View] = field(default_factory=list)
+    scratch: list[View] = field(default_factory=list)
+    """Written too; between instructions of one pipe the library orders it."""
     same: bool = False
     """It writes what was there: two such writes need no order. Both vector cores hand over scalars in this way."""
 
@@ -187,7 +189,7 @@ def _store() -> Call:
         source, target = ub.raw(), gm.raw()
         same = source.tobytes() == target.tobytes()
         target[...] = source
-        return [Instruction("MTE3", [ub], [gm], same)]
+        return [Instruction("MTE3", [ub], [gm], same=same)]
 
     return run
 
@@ -324,7 +326,7 @@ def _vector(reads: Sequence[Operand], target: View, scratch: Sequence[Operand], 
     for view in temps:
         view.poison()
     target.put(values)
-    return [Instruction("V", sources, [target, *temps])]
+    return [Instruction("V", sources, [target], temps)]
 
 
 def number(value: float) -> Array:

@@ -174,7 +174,7 @@ class Core:
         for step in steps:
             if isinstance(step, Instruction):
                 if hazards is not None:
-                    hazards.access(self.lanes[step.pipe], self.lanes["S"], step.reads, step.writes, label, step.same)
+                    hazards.access(self.lanes[step.pipe], self.lanes["S"], step, label)
             elif step.sets:
                 self.set_event(step.source, step.target, step.event)
             else:
@@ -233,8 +233,8 @@ class Core:
         offset = view.offset + sum(index * stride for index, stride in zip(indices, view.strides, strict=True))
         element = view.part(offset, (), ())
         if self.launch.hazards is not None:
-            reads, writes = ([], [element]) if write else ([element], [])
-            self.launch.hazards.access(self.lanes["S"], self.lanes["S"], reads, writes, label)
+            step = Instruction("S", [], [element]) if write else Instruction("S", [element])
+            self.launch.hazards.access(self.lanes["S"], self.lanes["S"], step, label)
         return element
 
 
@@ -479,6 +479,16 @@ class Code:
                 if math.prod(shape[i] for i in members) != view.shape[place]:
                     raise SimulationError(f"expansion of {view} to {shape}")
             core.values[result] = view.part(view.offset, shape, tuple(strides))
+
+        return run
+
+    def _memref_extract_strided_metadata(self, op: Op) -> Action:
+        names, (source,) = op.results, op.operands
+
+        def run(core: Core) -> None:
+            view = core.values[source]
+            parts = (view.part(0, (), ()), view.offset, *view.shape, *view.strides)
+            core.values.update(zip(names, parts, strict=True))
 
         return run
 
