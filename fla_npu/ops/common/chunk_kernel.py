@@ -1,0 +1,484 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The persistent kernel of the chunked delta rule: one launch, one program per AI core, whole heads per program.
+
+A program takes its share of the (sequence, value head) units and walks over their chunks in order; the state stays
+with it. `tiles.py` has the stages, `planner.schedule` the shares, `gate_kernel.py` the form in which gates arrive,
+`launch.py` the call. The two kinds of decay differ in `scalar_chunk` and `channel_chunk` only.
+"""
+
+import triton
+import triton.language as tl
+
+from fla_npu.ops.common.configs import STRONG
+from fla_npu.ops.common.gate_kernel import first_row, sequence
+from fla_npu.ops.common.tiles import (
+    diagonal,
+    dot,
+    dot_add,
+    load_eye,
+    load_rows,
+    load_state,
+    reference_rows,
+    solve,
+    store_rows,
+    store_state,
+    through_cube,
+)
+
+_STRONG = tl.constexpr(STRONG)
+
+
+@triton.jit
+def scalar_chunk(
+    S,
+    S_op,
+    q,
+    k,
+    v,
+    c,
+    beta,
+    norms,
+    o,
+    E,
+    I_K,
+    I_V,
+    token,
+    left,
+    first,
+    q_token,
+    k_token,
+    v_token,
+    o_token,
+    rest,
+    norm_rest,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    L2NORM: tl.constexpr,
+    OP: tl.constexpr,
+):
+    """One chunk with a decay per head: writes o, returns the next state.
+
+    q, k and v go to the cube only, what the vectors see are scores. So the L2 norms of q and k are factors of rows and
+    columns of what is there anyhow.
+    """
+    i = tl.arange(0, C)
+    b_k = load_rows(k, token, left, k_token, C, K, BK, 0)
+    b_q = load_rows(q, token, left, q_token, C, K, BK, 0)
+    # The cube computes no columns of rows that are not there; they hold what was there before, NaN included.
+    inside = (i < left)[None, :]
+    kk = tl.where(inside, dot(b_k, tl.trans(b_k)), 0.0)
+    qk = tl.where(inside, dot(b_q, tl.trans(b_k)), 0.0)
+    if b_k.dtype != OP:
+        # Not to round the state in K S takes float32 keys; the cube converts them.
+        b_k = dot(b_k, I_K)
+        b_q = dot(b_q, I_K)
+    kS = dot(b_k, S_op).to(OP)
+    qS = dot(b_q, S_op).to(OP)
+
+    # Sums of log decays are multiples of 2^-8 plus a rest: differences are exact however strong the decays before.
+    hi = tl.load(c + i)
+    lo = tl.load(c + rest + i)
+    b = tl.load(beta + i)
+    row_k = tl.exp(hi + lo)
+    row_q = row_k * scale
+    if L2NORM:
+        r_k = tl.load(norms + i)
+        r_q = tl.load(norms + norm_rest + i)
+        b = b * r_k
+        row_k = row_k * r_k
+        row_q = row_q * r_q
+    fi = i.to(tl.float32)
+    causal = fi[:, None] >= fi[None, :]
+    D = tl.exp(tl.where(causal, (hi[:, None] - hi[None, :]) + (lo[:, None] - lo[None, :]), -1e30)) * b[None, :]
+    if L2NORM:
+        A = kk * D * r_k[:, None]
+        P = (qk * D * (r_q * scale)[:, None]).to(OP)
+    else:
+        A = kk * D
+        P = (qk * D * scale).to(OP)
+    T = solve(A, E, C)
+    b_v = load_rows(v, token, left, v_token, C, V, BV, first)
+    R = dot_add(diagonal(-row_k, C).to(OP), kS, dot(b_v, I_V)).to(OP)
+    u = dot(T, R).to(OP)
+    b_o = dot_add(P, u, dot(diagonal(row_q, C).to(OP), qS))
+    d = tl.arange(0, BK)
+    to_end = (tl.load(c + C - 1 + 0 * i) - hi) + (tl.load(c + rest + C - 1 + 0 * i) - lo)
+    u = dot(diagonal(tl.exp(to_end) * b, C).to(OP), u).to(OP)
+    last = tl.exp(tl.load(c + C - 1 + 0 * d) + tl.load(c + rest + C - 1 + 0 * d))
+    S = dot_add(tl.trans(b_k), u, dot(diagonal(last, BK), S))
+    store_rows(b_o, o, token, left, o_token, C, V, BV, first)
+    return S
+
+
+@triton.jit
+def square(
+    scores,
+    c,
+    marks,
+    b_k,
+    b_q,
+    b_c,
+    s: tl.constexpr,
+    KP: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    OP: tl.constexpr,
+):
+    """Add the scores between the halves of every block of s rows.
+
+    With c at the last row of the lower half as reference, the exponents of both sides are at most 0. One product gives
+    both kinds: `k_i . k_j` where i is in the upper half and j in the lower, and where i is in the lower and j in the
+    upper `k_i . q_j`, the scores of q transposed.
+    """
+    i = tl.arange(0, C)
+    fi = i.to(tl.float32)
+    half = tl.floor(fi / (s // 2))
+    block = tl.floor(fi / s)
+    sign = tl.load(marks + i)[:, None]
+    f = tl.exp((b_c - reference_rows(c, marks + C, s, C, KP, K, BK)) * sign)
+    x = (b_k * f).to(OP)
+    y = (f * tl.where(sign > 0.0, b_q, b_k)).to(OP)
+    between = (block[:, None] == block[None, :]) & (half[:, None] != half[None, :])
+    return scores + tl.where(between, dot(x, tl.trans(y)), 0.0)
+
+
+@triton.jit
+def piece(
+    scores,
+    c,
+    marks,
+    b_k,
+    b_q,
+    b_c,
+    eye,
+    s: tl.constexpr,
+    KP: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    OP: tl.constexpr,
+):
+    """Add the scores within every block of s rows, with the middle as reference: only if s / 2 rows decay mildly."""
+    fi = tl.arange(0, C).to(tl.float32)
+    block = tl.floor(fi / s)
+    same = block[:, None] == block[None, :]
+    if s == 1:
+        qk = dot(b_k.to(OP), tl.trans(b_q.to(OP)))
+    else:
+        d = b_c - reference_rows(c, marks + C, s, C, KP, K, BK)
+        right = through_cube((b_k * tl.exp(-d)).to(OP), eye)
+        f = tl.exp(d)
+        kk = dot((b_k * f).to(OP), tl.trans(right))
+        qk = dot(right, tl.trans((b_q * f).to(OP)))
+        scores += tl.where(same & (fi[:, None] > fi[None, :]), kk, 0.0)
+    return scores + tl.where(same & (fi[:, None] <= fi[None, :]), qk, 0.0)
+
+
+@triton.jit
+def channel_chunk(
+    S,
+    S_op,
+    q,
+    k,
+    v,
+    c,
+    beta,
+    norms,
+    o,
+    E,
+    I_V,
+    marks,
+    token,
+    left,
+    first,
+    q_token,
+    k_token,
+    v_token,
+    o_token,
+    norm_rest,
+    scale,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+    L2NORM: tl.constexpr,
+    OP: tl.constexpr,
+):
+    """One chunk with a decay per key channel: writes o, returns the next state.
+
+    q, k and their decays go to the vectors only, v to the cube only.
+    """
+    i = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    b_k = load_rows(k, token, left, k_token, C, K, BK, 0).to(tl.float32)
+    b_q = load_rows(q, token, left, q_token, C, K, BK, 0).to(tl.float32)
+    if L2NORM:
+        b_k = b_k * tl.load(norms + i)[:, None]
+        b_q = b_q * tl.load(norms + norm_rest + i)[:, None]
+    b_c = tl.load(c + i[:, None] * KP + d[None, :], mask=(d < K)[None, :], other=0.0)
+    last = tl.load(c + (C - 1) * KP + d, mask=d < K, other=0.0)
+    b = tl.load(beta + i)
+    # The same in rows of [C, BK]: were it one value with b, the two ways to split it would cost the split of all tiles.
+    b_rows = tl.load(beta + tl.minimum(token, 0) + i)
+    b_o = dot((b_q * (tl.exp(b_c) * scale)).to(OP), S_op)
+    decayed = dot(diagonal(tl.exp(last), BK), S)
+    to_end = (b_k * (tl.exp(last[None, :] - b_c) * b_rows[:, None])).to(OP)
+
+    scores = tl.zeros([C, C], tl.float32)
+    for level in tl.static_range(7):
+        if (C >> level) > PIECE:
+            scores = square(scores, c, marks + level * (C + 1) * C, b_k, b_q, b_c, C >> level, KP, K, BK, C, OP)
+        elif (C >> level) == PIECE:
+            scores = piece(scores, c, marks + level * (C + 1) * C, b_k, b_q, b_c, E, C >> level, KP, K, BK, C, OP)
+    b_v = load_rows(v, token, left, v_token, C, V, BV, first)
+    R = dot_add((b_k * -tl.exp(b_c)).to(OP), S_op, dot(b_v, I_V)).to(OP)
+    T = solve(scores * b[None, :], E, C)
+    u = dot(T, R).to(OP)
+    fi = i.to(tl.float32)
+    P = tl.where(fi[:, None] <= fi[None, :], scores * (b * scale)[:, None], 0.0).to(OP)
+    b_o = dot_add(tl.trans(P), u, b_o)
+    S = dot_add(tl.trans(to_end), u, decayed)
+    store_rows(b_o, o, token, left, o_token, C, V, BV, first)
+    return S
+
+
+@triton.jit
+def walk(
+    q,
+    k,
+    v,
+    c,
+    beta,
+    is_strong,
+    norms,
+    h0,
+    o,
+    ht,
+    eye_in,
+    eye,
+    marks,
+    marks_strong,
+    cu_seqlens,
+    unit,
+    first,
+    T,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    o_batch,
+    rows,
+    rest,
+    norm_rest,
+    scale,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+    EYE: tl.constexpr,
+    DECAY: tl.constexpr,
+    L2NORM: tl.constexpr,
+    FAST: tl.constexpr,
+    MAY_BE_STRONG: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """Columns `first .. first + BV` of a (sequence, value head): all its chunks."""
+    OP: tl.constexpr = q.dtype.element_ty if FAST else tl.float32
+    n = unit // HV
+    head = unit % HV
+    bos, length = sequence(cu_seqlens, n, T, VARLEN)
+    row = first_row(n, bos, head, rows, HV, C, VARLEN)
+    batch = 0 if VARLEN else tl.cast(n, tl.int64)
+    token = bos if VARLEN else bos * 0
+    hk = tl.cast(head // GROUP, tl.int64)
+    q += batch * q_batch + token * q_token + hk * q_head
+    k += batch * k_batch + token * k_token + hk * k_head
+    v += batch * v_batch + token * v_token + tl.cast(head, tl.int64) * v_head
+    o_token = HV * V
+    o += batch * o_batch + token * o_token + tl.cast(head, tl.int64) * V
+    if L2NORM:
+        norms += first_row(n, bos, head // GROUP, rows, HV // GROUP, C, VARLEN)
+    state = tl.cast(unit, tl.int64) * K * V
+    E = load_eye(eye if tl.float32 == OP else eye_in, EYE, C)
+    I_V = load_eye(eye_in, EYE, BV)
+    if DECAY == "scalar":
+        I_K = load_eye(eye_in, EYE, BK)
+    if MAY_BE_STRONG:
+        E_strong = load_eye(eye if tl.float32 == OP else eye_in, EYE, _STRONG)
+    S = load_state(h0 + state if HAS_H0 else eye, eye, first, K, V, BK, BV, EYE, HAS_H0, V_FIRST)
+    if FAST:
+        # The state as an operand goes from chunk to chunk beside it: its cast is part of the copy out of the cube.
+        S_op = S.to(OP)
+    for t in range(0, length, C):
+        at = row + t
+        if not FAST:
+            S_op = S
+        if DECAY == "scalar":
+            S = scalar_chunk(
+                S, S_op, q, k, v, c + at, beta + at, norms + t if L2NORM else norms, o, E, I_K, I_V, t, length - t, first,
+                q_token, k_token, v_token, o_token, rest, norm_rest, scale, K, V, BK, BV, C, L2NORM, OP,
+            )  # fmt: skip
+        elif MAY_BE_STRONG:
+            # An if and no loops of zero or one round: what a loop made on the cube cannot be read after it.
+            if tl.load(is_strong + at // C) > 0:
+                for j in tl.static_range(C // _STRONG):
+                    r = j * _STRONG
+                    S = channel_chunk(
+                        S, S.to(OP), q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o,
+                        E_strong, I_V, marks_strong, t + r, length - t - r, first, q_token, k_token, v_token, o_token,
+                        norm_rest, scale, K, V, KP, BK, BV, _STRONG, 1, L2NORM, OP,
+                    )  # fmt: skip
+            else:
+                S = channel_chunk(
+                    S, S_op, q, k, v, c + at * KP, beta + at, norms + t if L2NORM else norms, o, E, I_V, marks, t,
+                    length - t, first, q_token, k_token, v_token, o_token, norm_rest, scale, K, V, KP, BK, BV, C,
+                    PIECE, L2NORM, OP,
+                )  # fmt: skip
+        else:
+            S = channel_chunk(
+                S, S_op, q, k, v, c + at * KP, beta + at, norms + t if L2NORM else norms, o, E, I_V, marks, t,
+                length - t, first, q_token, k_token, v_token, o_token, norm_rest, scale, K, V, KP, BK, BV, C, PIECE,
+                L2NORM, OP,
+            )  # fmt: skip
+        if FAST:
+            S_op = S.to(OP)
+        if HAS_HT:
+            # Likewise: after the loop the compiler would copy S by an instruction that cannot read where S is.
+            if t + C >= length:
+                store_state(S, ht + state, eye, first, K, V, BK, BV, EYE, V_FIRST)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "T", "units", "whole", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token",
+        "v_head", "o_batch", "rows", "rest", "norm_rest", "scale",
+    ]
+)  # fmt: skip
+def delta_rule_kernel(
+    q,
+    k,
+    v,
+    c,
+    beta,
+    is_strong,
+    norms,
+    h0,
+    o,
+    ht,
+    eye_in,
+    eye,
+    marks,
+    marks_strong,
+    cu_seqlens,
+    bounds,
+    ids,
+    units,
+    whole,
+    T,
+    q_batch,
+    q_token,
+    q_head,
+    k_batch,
+    k_token,
+    k_head,
+    v_batch,
+    v_token,
+    v_head,
+    o_batch,
+    rows,
+    rest,
+    norm_rest,
+    scale,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TABLE: tl.constexpr,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TILE: tl.constexpr,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+    EYE: tl.constexpr,
+    DECAY: tl.constexpr,
+    L2NORM: tl.constexpr,
+    FAST: tl.constexpr,
+    MAY_BE_STRONG: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_HT: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """Chunks of the delta rule over sequences and heads.
+
+    Args:
+        q, k: `[B, T, H, K]`, v: `[B, T, HV, V]`, last axis contiguous, others by `*_batch`, `*_token`, `*_head`.
+        c: scalar decay: two arrays like beta, `rest` elements apart; channel decay `[.., rows, KP]`. See `gate_kernel`.
+        beta: `[B, HV, rows]`.
+        is_strong: `[B, HV, rows / C]` int32: 1 where a chunk decays too much for pieces. Only with `MAY_BE_STRONG`.
+        norms: `[2, B, H, rows]` reciprocal L2 norms of k and, `norm_rest` elements on, of q. Only with `L2NORM`.
+        h0, ht: `[N, HV, K, V]` (or V first), contiguous float32.
+        o: `[B, T, HV, V]` contiguous.
+        eye_in, eye: identities `[EYE, EYE]` in the dtype of q and in float32. marks, marks_strong: `launch.flags`.
+        units, whole, PARTS, BLOCKS, BV (width), TILE: `schedule.Split`; TABLE: its order is given by `bounds`, `ids`.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if TABLE:
+        start = tl.load(bounds + 2 * program)
+        stop = tl.load(bounds + 2 * program + 1)
+        step = 1
+    else:
+        start = program
+        stop = whole
+        step = programs
+    for j in range(start, stop, step):
+        unit = tl.load(ids + j) if TABLE else j
+        walk(
+            q, k, v, c, beta, is_strong, norms, h0, o, ht, eye_in, eye, marks, marks_strong, cu_seqlens,
+            unit // BLOCKS, unit % BLOCKS * BV, T,
+            q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest, norm_rest, scale,
+            HV, GROUP, K, V, KP, BK, BV, C, PIECE, EYE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0, HAS_HT, V_FIRST,
+            VARLEN,
+        )  # fmt: skip
+    if PARTS > 1:
+        if TABLE:
+            start = stop
+            stop = tl.load(bounds + 2 * program + 2)
+        else:
+            start = whole * PARTS + program
+            stop = units * PARTS
+        for j in range(start, stop, step):
+            part = tl.load(ids + j) if TABLE else j
+            unit = part // PARTS
+            walk(
+                q, k, v, c, beta, is_strong, norms, h0, o, ht, eye_in, eye, marks, marks_strong, cu_seqlens,
+                unit // BLOCKS, unit % BLOCKS * BV + part % PARTS * TILE, T,
+                q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest,
+                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, EYE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0,
+                HAS_HT, V_FIRST, VARLEN,
+            )  # fmt: skip
