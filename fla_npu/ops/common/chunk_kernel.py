@@ -72,7 +72,7 @@ def scalar_chunk(
     inside = (i < left)[None, :]
     kk = tl.where(inside, dot(b_k, tl.trans(b_k)), 0.0)
     qk = tl.where(inside, dot(b_q, tl.trans(b_k)), 0.0)
-    if b_k.dtype != OP:
+    if OP != b_k.dtype:  # noqa: SIM300 - a constant has to come first
         # Not to round the state in K S takes float32 keys; the cube converts them.
         b_k = dot(b_k, I_K)
         b_q = dot(b_q, I_K)
@@ -262,8 +262,11 @@ def walk(
     h0,
     o,
     ht,
-    eye_in,
-    eye,
+    E,
+    E_strong,
+    I_K,
+    I_V,
+    I_S,
     marks,
     marks_strong,
     cu_seqlens,
@@ -293,7 +296,6 @@ def walk(
     BV: tl.constexpr,
     C: tl.constexpr,
     PIECE: tl.constexpr,
-    EYE: tl.constexpr,
     DECAY: tl.constexpr,
     L2NORM: tl.constexpr,
     FAST: tl.constexpr,
@@ -320,20 +322,13 @@ def walk(
     if L2NORM:
         norms += first_row(n, bos, head // GROUP, rows, HV // GROUP, C, VARLEN)
     state = tl.cast(unit, tl.int64) * K * V
-    E = load_eye(eye if tl.float32 == OP else eye_in, EYE, C)
-    I_V = load_eye(eye_in, EYE, BV)
-    if DECAY == "scalar":
-        I_K = load_eye(eye_in, EYE, BK)
-    if MAY_BE_STRONG:
-        E_strong = load_eye(eye if tl.float32 == OP else eye_in, EYE, _STRONG)
-    S = load_state(h0 + state if HAS_H0 else eye, eye, first, K, V, BK, BV, EYE, HAS_H0, V_FIRST)
-    if FAST:
-        # The state as an operand goes from chunk to chunk beside it: its cast is part of the copy out of the cube.
-        S_op = S.to(OP)
+    S = load_state(h0 + state if HAS_H0 else h0, I_S, first, K, V, BK, BV, HAS_H0, V_FIRST)
     for t in range(0, length, C):
         at = row + t
-        if not FAST:
-            S_op = S
+        S_op = S
+        if FAST:
+            # Cast on the way out of the cube, which only a product made here can be.
+            S_op = dot(I_S, S).to(OP)
         if DECAY == "scalar":
             S = scalar_chunk(
                 S, S_op, q, k, v, c + at, beta + at, norms + t if L2NORM else norms, o, E, I_K, I_V, t, length - t, first,
@@ -345,7 +340,7 @@ def walk(
                 for j in tl.static_range(C // _STRONG):
                     r = j * _STRONG
                     S = channel_chunk(
-                        S, S.to(OP), q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o,
+                        S, S_op if j == 0 else S.to(OP), q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o,
                         E_strong, I_V, marks_strong, t + r, length - t - r, first, q_token, k_token, v_token, o_token,
                         norm_rest, scale, K, V, KP, BK, BV, _STRONG, 1, L2NORM, OP,
                     )  # fmt: skip
@@ -361,12 +356,10 @@ def walk(
                 length - t, first, q_token, k_token, v_token, o_token, norm_rest, scale, K, V, KP, BK, BV, C, PIECE,
                 L2NORM, OP,
             )  # fmt: skip
-        if FAST:
-            S_op = S.to(OP)
-        if HAS_HT:
+        if HAS_HT:  # noqa: SIM102 - constant and not
             # Likewise: after the loop the compiler would copy S by an instruction that cannot read where S is.
             if t + C >= length:
-                store_state(S, ht + state, eye, first, K, V, BK, BV, EYE, V_FIRST)
+                store_state(S, ht + state, I_S, first, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit(
@@ -456,16 +449,24 @@ def delta_rule_kernel(
         start = program
         stop = whole
         step = programs
+    # Constants of the cube, which stay with it.
+    E = load_eye(eye_in if FAST else eye, EYE, C)
+    E_strong = load_eye(eye_in if FAST else eye, EYE, _STRONG) if MAY_BE_STRONG else E
+    I_V = load_eye(eye_in, EYE, BV)
+    I_K = load_eye(eye_in, EYE, BK) if DECAY == "scalar" else I_V
+    I_S = load_eye(eye, EYE, BK)
     for j in range(start, stop, step):
         unit = tl.load(ids + j) if TABLE else j
         walk(
-            q, k, v, c, beta, is_strong, norms, h0, o, ht, eye_in, eye, marks, marks_strong, cu_seqlens,
+            q, k, v, c, beta, is_strong, norms, h0, o, ht, E, E_strong, I_K, I_V, I_S, marks, marks_strong,
+            cu_seqlens,
             unit // BLOCKS, unit % BLOCKS * BV, T,
             q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest, norm_rest, scale,
-            HV, GROUP, K, V, KP, BK, BV, C, PIECE, EYE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0, HAS_HT, V_FIRST,
+            HV, GROUP, K, V, KP, BK, BV, C, PIECE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0, HAS_HT, V_FIRST,
             VARLEN,
         )  # fmt: skip
     if PARTS > 1:
+        I_V = load_eye(eye_in, EYE, TILE)
         if TABLE:
             start = stop
             stop = tl.load(bounds + 2 * program + 2)
@@ -476,9 +477,10 @@ def delta_rule_kernel(
             part = tl.load(ids + j) if TABLE else j
             unit = part // PARTS
             walk(
-                q, k, v, c, beta, is_strong, norms, h0, o, ht, eye_in, eye, marks, marks_strong, cu_seqlens,
+                q, k, v, c, beta, is_strong, norms, h0, o, ht, E, E_strong, I_K, I_V, I_S, marks, marks_strong,
+            cu_seqlens,
                 unit // BLOCKS, unit % BLOCKS * BV + part % PARTS * TILE, T,
                 q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest,
-                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, EYE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0,
+                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0,
                 HAS_HT, V_FIRST, VARLEN,
             )  # fmt: skip

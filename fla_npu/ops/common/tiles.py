@@ -132,22 +132,20 @@ def load_state(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    EYE: tl.constexpr,
     GIVEN: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
     """Columns `first ..` of a state as a result of the cube, `[BK, BV]`; zero if none is given."""
     d = tl.arange(0, BK)
     e = first + tl.arange(0, BV)
-    I = load_eye(eye, EYE, BK)
     if not GIVEN:
-        return dot(I, tl.zeros([BK, BV], tl.float32))
+        return dot(eye, tl.zeros([BK, BV], tl.float32))
     elif V_FIRST:
         x = tl.load(h + e[:, None] * K + d[None, :], mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
-        return dot(I, tl.trans(x))
+        return dot(eye, tl.trans(x))
     else:
         x = tl.load(h + d[:, None] * V + e[None, :], mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)
-        return dot(I, x)
+        return dot(eye, x)
 
 
 @triton.jit
@@ -160,17 +158,15 @@ def store_state(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    EYE: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
-    """Columns `first ..` of a state. Through the cube: it is what can write to global memory from where the state is."""
+    """Columns `first ..` of a state. By a product: the cube writes to global memory, but only what it computed here."""
     d = tl.arange(0, BK)
     e = first + tl.arange(0, BV)
-    I = load_eye(eye, EYE, BK)
     if V_FIRST:
-        tl.store(h + e[:, None] * K + d[None, :], dot(tl.trans(S), I), mask=(e < V)[:, None] & (d < K)[None, :])
+        tl.store(h + e[:, None] * K + d[None, :], dot(tl.trans(S), eye), mask=(e < V)[:, None] & (d < K)[None, :])
     else:
-        tl.store(h + d[:, None] * V + e[None, :], dot(I, S), mask=(d < K)[:, None] & (e < V)[None, :])
+        tl.store(h + d[:, None] * V + e[None, :], dot(eye, S), mask=(d < K)[:, None] & (e < V)[None, :])
 
 
 @triton.jit
