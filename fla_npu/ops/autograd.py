@@ -3,6 +3,7 @@ has no backward pass and says so."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,19 @@ def eager(problem: Problem) -> Result:
     tensors, options, cu_seqlens = problem
     if gradients_wanted(tensors):
         kept = KeptStates() if options.keep_states else None
-        return (*DeltaRule.apply(*tensors, options, cu_seqlens, kept), None)
+        return with_gradients(partial(chunked_forward, kept=kept), problem, kept)
     one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
     return decode(problem) if one_each else chunked_forward(problem)
+
+
+def with_gradients(forward: Callable[[Problem], Result], problem: Problem, kept: KeptStates | None = None) -> Result:
+    """Run a call forward by `forward`, and backward by the portable pass.
+
+    Args:
+        kept: receives the states before every chunk from `forward`; without, the backward pass recomputes them.
+    """
+    tensors, options, cu_seqlens = problem
+    return (*DeltaRule.apply(*tensors, options, cu_seqlens, kept, forward), None)
 
 
 def forward_only(run: Callable[[Problem], Result], problem: Problem) -> Result:
@@ -52,14 +63,14 @@ class DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tensors, (options, cu_seqlens, kept) = Tensors(*args[:-3]), args[-3:]
-        o, final, _ = chunked_forward(Problem(tensors, options, cu_seqlens), kept)
+        *tensors, options, cu_seqlens, _, forward = args
+        o, final, _ = forward(Problem(Tensors(*tensors), options, cu_seqlens))
         return o, final
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:-3])
-        ctx.options, ctx.cu_seqlens, ctx.kept = inputs[-3:]
+        *tensors, ctx.options, ctx.cu_seqlens, ctx.kept, _ = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable
@@ -67,7 +78,7 @@ class DeltaRule(torch.autograd.Function):
         with without_autocast(do.device.type):
             problem = Problem(Tensors(*ctx.saved_tensors), ctx.options, ctx.cu_seqlens)
             grads = chunked_backward(problem, do, d_final, ctx.kept)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 class ForwardOnly(torch.autograd.Function):

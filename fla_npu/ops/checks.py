@@ -10,12 +10,15 @@ in FLA's order and refused with a class that FLA's callers can catch:
 * `TypeError` where FLA would fail on a missing attribute.
 
 Decoding calls a check per layer and token, so a valid call costs a few attribute comparisons: about 9 microseconds.
-Values that live on a device are not read, except those of `cu_seqlens`, once per tensor and change.
+Values that live on a device are not read here, unless `FLA_NPU_CHECK_VALUES` asks for it: those of `cu_seqlens` and of
+the slots of a pool are checked when an implementation first needs them on the host, and kernels never do.
 """
 
 import sys
 import warnings
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple
@@ -24,7 +27,7 @@ import torch
 
 from fla_npu import settings
 from fla_npu.errors import ShapeError
-from fla_npu.ops.problem import Options, Problem, Tensors
+from fla_npu.ops.problem import Bounds, Options, Problem, Tensors
 from fla_npu.utils import tensor_cache
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -322,13 +325,29 @@ def check_recurrent_kda(
     )
 
 
-class StatePool(NamedTuple):
+class Slots(NamedTuple):
     """Which slots of a pool of states a call of `fused_recurrent_kda_fwd` reads and writes, as host integers."""
 
     load: list[int]
-    """Slot of each sequence's initial state, `[N]`."""
+    """Slot of each sequence's initial state, `[N]`; -1 for one without tokens."""
     store: list[list[int]]
     """Slots of each sequence's states after its tokens, `[N][tokens of the sequence]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class StatePool:
+    """The pool arguments of a call of `fused_recurrent_kda_fwd`."""
+
+    indices: torch.Tensor
+    """`ssm_state_indices`, `[N]` or `[N, S]`."""
+    accepted: torch.Tensor | None
+    """`num_accepted_tokens`, `[N]`."""
+    read: Callable[[], Slots]
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Their values, every one checked. Waits for the device that they are on."""
+        return self.read()
 
 
 def check_recurrent_kda_fwd(
@@ -359,7 +378,7 @@ def check_recurrent_kda_fwd(
     """Check a call of `fused_recurrent_kda_fwd`, decoding with a pool of states.
 
     With `ssm_state_indices` (`[N]`, or `[N,S]` with one slot per token) `initial_state` is a pool `[slots,HV,K,V]`;
-    the second result then tells the slots. A sequence without tokens has an entry -1 in `load`: it is skipped.
+    the second result then tells the slots.
     """
     state_v_first = _state_layout(state_v_first, kwargs)
     _check_ranks(q, k, v)
@@ -400,9 +419,8 @@ def check_recurrent_kda_fwd(
     )
     if ssm_state_indices is None or initial_state is None:
         return problem, None
-    lengths = problem.lengths
     return problem, _state_pool(
-        ssm_state_indices, num_accepted_tokens, lengths, initial_state.shape[0], inplace_final_state
+        ssm_state_indices, num_accepted_tokens, problem, initial_state.shape[0], inplace_final_state
     )
 
 
@@ -695,7 +713,9 @@ def _problem(
         _check_state(initial_state, rows, value_heads, key_dim, value_dim, state_v_first, device)
     bounds = None
     if cu_seqlens is not None:
-        bounds = sequence_bounds(cu_seqlens, length, cu_seqlens_cpu)
+        bounds = Bounds(cu_seqlens, partial(sequence_bounds, cu_seqlens, length, cu_seqlens_cpu))
+        if cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is not None or settings.check_values():
+            bounds.values()
     elif cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu is a host copy of cu_seqlens, which must be given too")
     if chunk_indices is not None:
@@ -762,40 +782,43 @@ def sequence_bounds(
     return bounds
 
 
-def _check_chunk_indices(indices: torch.Tensor, bounds: tuple[int, ...] | None, chunk_size: int) -> None:
-    """Precomputed (sequence, chunk) pairs match the call; nothing here needs them, but wrong ones mean a mistake."""
+def _check_chunk_indices(indices: torch.Tensor, bounds: Bounds | None, chunk_size: int) -> None:
+    """Precomputed (sequence, chunk) pairs match the call; nothing here needs them, but wrong ones mean a mistake.
+
+    How many there have to be is checked where the bounds are known.
+    """
     _check_tensor("chunk_indices", indices)
     if bounds is None:
         raise ValueError("chunk_indices describes packed sequences: pass cu_seqlens too")
-    chunks = sum(-(-(b - a) // chunk_size) for a, b in pairwise(bounds))
-    if indices.shape != (chunks, 2) or indices.dtype not in INTS:
+    chunks = sum(-(-(b - a) // chunk_size) for a, b in pairwise(bounds)) if bounds.known else None
+    shaped = indices.ndim == 2 and indices.shape[1] == 2 and chunks in (None, indices.shape[0])
+    if not shaped or indices.dtype not in INTS:
+        known = "" if chunks is None else f"=[{chunks}, 2]"
         raise ShapeError(
-            f"chunk_indices must be an int32 or int64 tensor of shape [NT, 2]=[{chunks}, 2] for "
+            f"chunk_indices must be an int32 or int64 tensor of shape [NT, 2]{known} for "
             f"chunk_size={chunk_size}, got {_describe(indices)}"
         )
 
 
 def _state_pool(
-    indices: torch.Tensor, accepted: torch.Tensor | None, lengths: list[int], slots: int, inplace: bool
+    indices: torch.Tensor, accepted: torch.Tensor | None, problem: Problem, slots: int, inplace: bool
 ) -> StatePool:
-    """Slots to read and write for `ssm_state_indices` and `num_accepted_tokens`, every one checked."""
-    sequences, longest = len(lengths), max(lengths, default=0)
+    """`ssm_state_indices` and `num_accepted_tokens`, checked: their values too where the host has them."""
+    tensors, _, bounds = problem
+    tokens = tensors.v.shape[1]
+    sequences = tensors.v.shape[0] if bounds is None else len(bounds) - 1
+    lengths_known = not isinstance(bounds, Bounds) or bounds.known
+    # Of unknown lengths, one is at least their mean.
+    longest = max(problem.lengths, default=0) if lengths_known else -(-tokens // sequences)
     _check_tensor("ssm_state_indices", indices)
     if indices.ndim not in (1, 2) or indices.shape[0] != sequences or indices.dtype not in INTS:
         raise ShapeError(
             f"ssm_state_indices must be an int32 or int64 tensor of shape [N]=[{sequences}] or [N, tokens], "
             f"got {_describe(indices)}"
         )
-    columns = indices.shape[1] if indices.ndim == 2 else 1
-    if columns < longest:
-        raise ValueError(
-            f"ssm_state_indices must have one slot per token, so a shape [N, S] with S >= {longest}, "
-            f"got {list(indices.shape)}"
-        )
+    _check_columns(indices, longest)
     if not inplace and longest > 1:
         raise ValueError("ssm_state_indices with several tokens per sequence needs inplace_final_state=True")
-    table = indices.reshape(sequences, columns).tolist()
-    first = [0] * sequences
     if accepted is not None:
         _check_tensor("num_accepted_tokens", accepted)
         if accepted.shape != (sequences,) or accepted.dtype not in INTS:
@@ -803,14 +826,34 @@ def _state_pool(
                 f"num_accepted_tokens must be an int32 or int64 tensor of shape [N]=[{sequences}], "
                 f"got {_describe(accepted)}"
             )
-        first = [count - 1 for count in accepted.tolist()]
+    pool = StatePool(indices, accepted, partial(_slots, indices, accepted, problem, slots))
+    on_host = lengths_known and all(x is None or x.device.type == "cpu" for x in (indices, accepted))
+    if on_host or settings.check_values():
+        _ = pool.slots
+    return pool
+
+
+def _check_columns(indices: torch.Tensor, longest: int) -> None:
+    if (indices.shape[1] if indices.ndim == 2 else 1) < longest:
+        raise ValueError(
+            f"ssm_state_indices must have one slot per token, so a shape [N, S] with S >= {longest}, "
+            f"got {list(indices.shape)}"
+        )
+
+
+def _slots(indices: torch.Tensor, accepted: torch.Tensor | None, problem: Problem, slots: int) -> Slots:
+    """Slots to read and write, every one checked."""
+    lengths = problem.lengths
+    _check_columns(indices, max(lengths, default=0))
+    table = (indices if indices.ndim == 2 else indices[:, None]).tolist()
+    first = [0] * len(lengths) if accepted is None else [count - 1 for count in accepted.tolist()]
     load, store = [], []
     for row, column, length in zip(table, first, lengths, strict=True):
-        if length and not 0 <= column < columns:
-            raise ValueError(f"num_accepted_tokens must be between 1 and {columns}, got {column + 1}")
+        if length and not 0 <= column < len(row):
+            raise ValueError(f"num_accepted_tokens must be between 1 and {len(row)}, got {column + 1}")
         load.append(row[column] if length else -1)
         store.append(row[:length])
         used = [*row[:length], row[column]] if length else []
         if any(not 0 <= slot < slots for slot in used):
             raise ValueError(f"ssm_state_indices must be between 0 and {slots - 1}, got {row}")
-    return StatePool(load, store)
+    return Slots(load, store)

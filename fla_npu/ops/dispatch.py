@@ -1,7 +1,8 @@
 """Which implementation runs a call, and why: one table, one rule.
 
 An explicit choice (`use_implementation`, or the environment variable `FLA_NPU_IMPL`) is honoured or refused with a
-reason; otherwise the first implementation of the table that can run the call is taken.
+reason; otherwise the first implementation of the table that can run the call is taken. `use_precision` is for the
+kernels alone.
 """
 
 import logging
@@ -9,15 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 
 from fla_npu import settings
 from fla_npu.errors import ImplementationError
+from fla_npu.ops import kernels
 from fla_npu.ops.autograd import Result, eager, forward_only, without_autocast
+from fla_npu.ops.checks import StatePool
 from fla_npu.ops.common.reference import reference_forward
+from fla_npu.ops.kernels import Device
+from fla_npu.ops.kernels import use_precision as use_precision
 from fla_npu.ops.problem import Problem
 
 logger = logging.getLogger(__name__)
@@ -39,14 +44,19 @@ class Implementation:
 
     name: str
     what: str
-    run: Callable[[Problem], Result]
-    refuses_device: Callable[[str, str], str | None]
-    """Why an op does not run on a device type, or None."""
-    refuses_call: Callable[[Problem], str | None]
+    run: Callable[[str, Problem], Result]
+    refuses_device: Callable[[Device, bool], str | None]
+    """Why nothing runs on a device, or None. The flag: it was asked for by name."""
+    refuses_call: Callable[[str, Problem], str | None]
     """Why a call does not run, or None."""
+    refuses_pool: Callable[[str, Problem], str | None]
+    """The same for a call over a pool of states."""
+    update: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    """Runs `fused_recurrent_kda_fwd` with states written to their place, see `pool.recurrent_in_place`; None: that
+    function does, by `run` and by what it has for pools."""
 
 
-def _no_chunk_form(problem: Problem) -> str | None:
+def _no_chunk_form(op: str, problem: Problem) -> str | None:
     tensors = problem.tensors
     if tensors.gv is not None:
         return "a decay per value channel (gv) has no chunk form"
@@ -59,20 +69,31 @@ def _no_chunk_form(problem: Problem) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation(
+        name="triton",
+        what="the persistent Triton kernels",
+        run=kernels.run,
+        refuses_device=lambda device, asked: kernels.device_refusal(device, asked=asked),
+        refuses_call=kernels.call_refusal,
+        refuses_pool=kernels.call_refusal,
+        update=kernels.update_states,
+    ),
+    Implementation(
         name="eager",
         what="the chunked dataflow in PyTorch",
-        run=eager,
-        refuses_device=lambda op, device: None,
+        run=lambda op, problem: eager(problem),
+        refuses_device=lambda device, asked: None,
         refuses_call=_no_chunk_form,
+        refuses_pool=lambda op, problem: None,
     ),
     Implementation(
         name="reference",
         what="the recurrence, token by token",
-        run=reference_forward,
-        refuses_device=lambda op, device: None,
-        refuses_call=lambda problem: (
+        run=lambda op, problem: reference_forward(problem),
+        refuses_device=lambda device, asked: None,
+        refuses_call=lambda op, problem: (
             "it keeps no intermediate states" if problem.options.return_intermediate_states else None
         ),
+        refuses_pool=lambda op, problem: "it cannot update states in a pool",
     ),
 )
 
@@ -95,31 +116,50 @@ def use_implementation(name: str) -> Iterator[None]:
         _override.reset(token)
 
 
-def explain(op: str, device: str | torch.device = "cpu") -> Choice:
+def explain(op: str, device: str | torch.device = "cpu", *, chip: str | None = None) -> Choice:
     """What would run an op on a device here and now, and why.
 
     Args:
         op: one of `OPS`.
         device: a device or its type; it need not exist on this machine.
+        chip: of an NPU: a name such as `910B3`, instead of what the device reports. An NPU that does not exist is one
+            that kernels are meant for by default.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    device_type = device.type if isinstance(device, torch.device) else device.split(":")[0]
-    return _choose(op, device_type, _requested())
+    kind, _, index = str(device).partition(":")
+    return _choose(op, Device(kind, int(index or 0), chip), _requested())
 
 
 def run(op: str, problem: Problem, *, differentiable: bool) -> Result:
     """Run a validated call by the implementation that is chosen for it."""
-    requested = _requested()
-    choice = _choose(op, problem.tensors.q.device.type, requested)
-    implementation = _BY_NAME[choice.implementation]
-    refusal = implementation.refuses_call(problem)
-    if refusal is not None:
-        if requested != "auto":
-            raise ImplementationError(f"implementation {requested!r} cannot run this call of {op}: {refusal}")
-        implementation = next(other for other in IMPLEMENTATIONS if other.refuses_call(problem) is None)
+    implementation = select(op, problem)
     with without_autocast(problem.tensors.q.device.type):
-        return implementation.run(problem) if differentiable else forward_only(implementation.run, problem)
+        if differentiable:
+            return implementation.run(op, problem)
+        return forward_only(partial(implementation.run, op), problem)
+
+
+def select(op: str, problem: Problem, pool: StatePool | None = None) -> Implementation:
+    """The implementation that runs a call.
+
+    Raises:
+        ImplementationError: one was asked for, and cannot.
+    """
+    requested = _requested()
+    where = problem.tensors.q.device
+    device = Device(where.type, where.index or 0)
+    implementation = _BY_NAME[_choose(op, device, requested).implementation]
+
+    def refusal(one: Implementation) -> str | None:
+        return one.refuses_call(op, problem) if pool is None else one.refuses_pool(op, problem)
+
+    reason = refusal(implementation)
+    if reason is None:
+        return implementation
+    if requested != "auto":
+        raise ImplementationError(f"implementation {requested!r} cannot run this call of {op}: {reason}")
+    return next(one for one in IMPLEMENTATIONS if one.refuses_device(device, False) is None and refusal(one) is None)
 
 
 def _requested() -> str:
@@ -127,27 +167,21 @@ def _requested() -> str:
 
 
 @lru_cache(maxsize=256)
-def _choose(op: str, device_type: str, requested: str) -> Choice:
+def _choose(op: str, device: Device, requested: str) -> Choice:
     """The rule. Cached, so that a decision is also logged once."""
     _check_name(requested)
     if requested != "auto":
-        refusal = _BY_NAME[requested].refuses_device(op, device_type)
+        refusal = _BY_NAME[requested].refuses_device(device, True)
         if refusal is not None:
-            raise ImplementationError(f"implementation {requested!r} cannot run {op} on {device_type}: {refusal}")
+            raise ImplementationError(f"implementation {requested!r} cannot run {op} on {device.type}: {refusal}")
         choice = Choice(requested, "asked for by use_implementation or FLA_NPU_IMPL")
     else:
-        chosen = next(x for x in IMPLEMENTATIONS if x.refuses_device(op, device_type) is None)
-        choice = Choice(chosen.name, f"{chosen.what} runs on any device; {_why_no_kernel(device_type)}")
-    logger.info("%s on %s: %s (%s)", op, device_type, *choice)
+        no_kernels = kernels.device_refusal(device)
+        chosen = next(x for x in IMPLEMENTATIONS if x.refuses_device(device, False) is None)
+        where = "run on NPUs with triton-ascend" if no_kernels is None else f"runs on any device; {no_kernels}"
+        choice = Choice(chosen.name, f"{chosen.what} {where}")
+    logger.info("%s on %s: %s (%s)", op, device.type, *choice)
     return choice
-
-
-def _why_no_kernel(device_type: str) -> str:
-    if device_type == "npu":
-        return "this version has no Triton kernels for NPUs yet"
-    if device_type == "cpu":
-        return "on a CPU it is the fast path"
-    return f"there are no kernels for {device_type}"
 
 
 def _check_name(name: str) -> None:

@@ -1,9 +1,9 @@
 """What one call of a delta-rule op is, after validation: the options that fix its mathematics and its tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,13 +60,61 @@ class Tensors(NamedTuple):
         return Tensors(f(q), f(k), f(v), g, f(beta), A_log, dt_bias, state, gk, gv)
 
 
+class Bounds(Sequence[int]):
+    """The bounds `0, ..., T` of packed sequences: a tensor, and its values on the host from when they are first asked
+    for. Asking waits for the device that the tensor is on, so only who needs the values does.
+
+    Args:
+        tensor: `cu_seqlens` of the call.
+        read: gives its values, checked.
+    """
+
+    __slots__ = ("_read", "_values", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, read: Callable[[], tuple[int, ...]]) -> None:
+        self.tensor = tensor
+        self._read = read
+        self._values: tuple[int, ...] | None = None
+        self._version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def known(self) -> bool:
+        """Whether the values are on the host already."""
+        return self._values is not None
+
+    def values(self) -> tuple[int, ...]:
+        """The values.
+
+        Raises:
+            ValueError: they are no bounds of the call's tokens; or, when they are read late, as a backward pass may,
+                they are no longer those of the call.
+        """
+        if self._values is None:
+            if self._version is not None and self.tensor._version != self._version:
+                raise ValueError(
+                    "cu_seqlens must keep its values until the backward pass has read them, got a tensor written to "
+                    "since the call: pass cu_seqlens_cpu too, or a copy"
+                )
+            self._values = self._read()
+        return self._values
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.values()[i]
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.values())
+
+
 class Problem(NamedTuple):
-    """A validated call. `cu_seqlens` holds the sequence bounds as host integers, `(0, ..., T)`, or is None for a
-    batch of equally long sequences."""
+    """A validated call. `cu_seqlens` holds the sequence bounds `0, ..., T` as integers, a `Bounds` if the call came
+    through `checks.py`, or is None for a batch of equally long sequences."""
 
     tensors: Tensors
     options: Options
-    cu_seqlens: tuple[int, ...] | None
+    cu_seqlens: Sequence[int] | None
 
     @property
     def lengths(self) -> list[int]:

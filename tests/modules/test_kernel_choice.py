@@ -1,5 +1,6 @@
 """Which calls of the modules are left to the kernels; on an NPU, or on what says it is one."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,22 +8,15 @@ import torch
 
 from fla_npu.modules import RMSNorm, ShortConvolution
 from fla_npu.modules.kernels import launch
+from tests.npu import forget_choices, pretend_npus, pretend_triton
 
 
 @pytest.fixture
-def npu(monkeypatch):
-    """Pretends that there is triton, and an NPU of the name in the attribute `name`."""
-    device = SimpleNamespace(name="Ascend910B3")
-    monkeypatch.setattr(
-        torch,
-        "npu",
-        SimpleNamespace(get_device_name=lambda index: device.name, is_available=lambda: True),
-        raising=False,
-    )
-    monkeypatch.setattr(launch, "find_spec", lambda name: object())
-    launch._npu_runs_kernels.cache_clear()
-    yield device
-    launch._npu_runs_kernels.cache_clear()
+def npu(monkeypatch, tmp_path):
+    """Pretends that there is triton-ascend, and an NPU of the name that the result is called with."""
+    pretend_triton(monkeypatch, tmp_path)
+    yield partial(pretend_npus, monkeypatch)
+    forget_choices()
 
 
 @pytest.mark.parametrize(
@@ -36,16 +30,18 @@ def npu(monkeypatch):
     ],
 )
 def test_chips(npu, name, runs):
-    npu.name = name
+    npu(name)
     assert launch.runs_kernels(SimpleNamespace(type="npu", index=0)) is runs
 
 
 def test_without_triton(npu, monkeypatch):
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    npu("Ascend910B3")
+    pretend_triton(monkeypatch, None)
     assert not launch.runs_kernels(SimpleNamespace(type="npu", index=None))
 
 
 def test_a_cpu_runs_none(npu):
+    npu("Ascend910B3")
     assert not launch.runs_kernels(torch.device("cpu"))
 
 

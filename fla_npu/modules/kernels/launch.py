@@ -1,11 +1,8 @@
 """Whether a call of a module runs as a kernel. Needs no triton; the kernels are imported when the first call does."""
 
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 
-from fla_npu.planner.chips import chip
+from fla_npu.ops.kernels import Device, device_refusal
 
 WIDEST_CONVOLUTION = 8
 """Taps of a convolution are unrolled."""
@@ -29,14 +26,4 @@ def takes(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 def runs_kernels(device: torch.device) -> bool:
     """Whether Triton kernels run on a device."""
-    return device.type == "npu" and _npu_runs_kernels(device.index or 0)
-
-
-@lru_cache(maxsize=16)
-def _npu_runs_kernels(index: int) -> bool:
-    if not hasattr(torch, "npu") or find_spec("triton") is None:
-        return False
-    try:
-        return chip(torch.npu.get_device_name(index)).triton
-    except ValueError:  # a chip that we know nothing of
-        return False
+    return device_refusal(Device(device.type, device.index or 0)) is None
