@@ -6,7 +6,7 @@
 | `FLA_NPU_PRECISION` | str | `exact` | of the chunk kernels: `exact`, or `fast` (16-bit operands for 16-bit inputs) |
 | `FLA_NPU_CHECK_VALUES` | bool | `0` | also check values that cost a device sync (`cu_seqlens`, slots, gate ranges) |
 | `FLA_NPU_CACHE` | path | see below | directory for what is expensive to make again, such as compiled kernels |
-| `FLA_NPU_TUNE` | str | `auto` | tile sizes: `auto` (tuned ones if stored, else shipped), `1` (tune when none are), `0` (shipped) |
+| `FLA_NPU_TUNE` | str | `auto` | tile sizes: `auto` (stored, else shipped), `1` (stored, else tune), `0` (shipped) |
 
 Without `FLA_NPU_CACHE` it is `fla_npu` in `XDG_CACHE_HOME`, or in `~/.cache` where that is unset too.
 """

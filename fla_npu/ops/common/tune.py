@@ -3,7 +3,8 @@
     config_for(op, chip, K, V, dtype, fast, heads=.., sequences=.., length=.., cores=..)      # the launcher's question
     tune(key, measure)                                                                        # the search, any timer
 
-`docs/tuning.md` explains the classes, the model that discards configurations unseen, and how the shipped table was made.
+`docs/tuning.md` explains the classes, the model that discards configurations unseen, and where the shipped table is
+from.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import metadata, resources
@@ -150,14 +151,25 @@ def shipped(key: Key) -> Config:
 
 
 @lru_cache(maxsize=1)
+def _defaults() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files("fla_npu.ops.common").joinpath("defaults.json").read_text())
+    return found
+
+
+def _models() -> dict[str, Any]:
+    found: dict[str, Any] = _defaults()["buffers"]
+    return found
+
+
+@lru_cache(maxsize=1)
 def _table() -> Mapping[tuple[str, str, str, int, int, str, str], Config]:
-    text = resources.files("fla_npu.ops.common").joinpath("defaults.json").read_text()
     found = {}
-    for row in json.loads(text)["rows"]:
+    for row in _defaults()["rows"]:
         head = (row["family"], row["op"], row["precision"], row["K"], row["V"])
         for cell, fields in row["configs"].items():
             load, length = cell.split()
-            found[(*head, load, length)] = Config(**fields)
+            place = (*head, load, length)
+            found[place] = Config(**fields)
     return found
 
 
@@ -191,6 +203,34 @@ pipeline it through the workspace: the last three change loops without a state o
 def variants(config: Config) -> tuple[Config, ...]:
     """The configuration with each of `OPTIONS`."""
     return tuple(replace(config, **options) for options in OPTIONS)
+
+
+def features(K: int, config: Config) -> tuple[float, ...]:
+    """What the use of an on-core memory grows with: bytes of the kernel's tiles in float32, by their shapes."""
+    C, W = config.chunk, config.width
+    return (4 * C * C, 4 * C * K, 4 * C * W, 4 * K * W, 4 * K * K, 4 * K)
+
+
+def estimate(key: Key, config: Config) -> dict[str, float]:
+    """Use of each on-core memory that the model expects, as a share of what is usable; above 1 it does not fit.
+
+    Fitted to compiled programs (`benchmarks/sweep.py`, `docs/tuning.md`). A margin above the largest estimate among
+    those that compiled keeps it from discarding what would fit.
+    """
+    found = find_chip(key.chip)
+    limits = {"UB": found.ub_bytes, "L1": found.l1_bytes, "L0C": found.l0c_bytes}
+    x = features(key.K, config)
+    shares = {}
+    for memory, model in _models().get(key.op, {}).items():
+        limit = limits[memory]
+        if limit is not None:
+            shares[memory] = sum(a * b for a, b in zip(model["coefficients"], x, strict=True)) / limit / model["margin"]
+    return shares
+
+
+def fits(key: Key, config: Config) -> bool:
+    """Whether the model lets a configuration be tried."""
+    return all(share <= 1 for share in estimate(key, config).values())
 
 
 class Failed(Exception):
