@@ -162,6 +162,11 @@ def select(op: str, problem: Problem, pool: StatePool | None = None) -> Implemen
     return next(one for one in IMPLEMENTATIONS if one.refuses_device(device, False) is None and refusal(one) is None)
 
 
+def check_request() -> None:
+    """Raise ImplementationError unless what is asked for exists."""
+    _check_name(_requested())
+
+
 def _requested() -> str:
     return _override.get() or settings.implementation()
 
@@ -173,7 +178,7 @@ def _choose(op: str, device: Device, requested: str) -> Choice:
     if requested != "auto":
         refusal = _BY_NAME[requested].refuses_device(device, True)
         if refusal is not None:
-            raise ImplementationError(f"implementation {requested!r} cannot run {op} on {device.type}: {refusal}")
+            raise ImplementationError(f"implementation {requested!r} cannot run on {device.type}: {refusal}")
         choice = Choice(requested, "asked for by use_implementation or FLA_NPU_IMPL")
     else:
         no_kernels = kernels.device_refusal(device)

@@ -92,7 +92,7 @@ def _npu_refusal(number: int, chip: str | None) -> str | None:
         except ValueError:
             return f"nothing is known of the chip {name!r}"
         if known.no_triton_reason is not None:
-            return f"{known.name}: {known.no_triton_reason}"
+            return known.no_triton_reason
     return _triton_ascend_refusal()
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,8 @@ from fla_npu import __version__
 from fla_npu.cli import doctor
 from fla_npu.cli.main import main
 from fla_npu.ops.dispatch import OPS
+from fla_npu.planner.chips import CHIPS
+from tests.npu import forget_choices, pretend_npus, pretend_triton
 
 
 def test_json_tells_versions_choices_and_what_an_npu_needs():
@@ -25,13 +28,60 @@ def test_json_tells_versions_choices_and_what_an_npu_needs():
         assert choice["implementation"]
         assert choice["reason"]
     assert "not been run on an Ascend device" in findings["note"]
+    assert [device["device"] for device in findings["devices"]] == ["cpu"]
+    assert findings["devices"][0]["ops"] == findings["ops"]
+    assert findings["precision"] == "exact"
 
 
-def test_text_names_every_op_and_the_note():
+def test_tells_what_every_npu_would_run():
+    groups = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)["on_npus"]
+    by_chip = {chip: group["ops"] for group in groups for chip in group["chips"]}
+    assert set(by_chip) == set(CHIPS)
+    for name, ops in by_chip.items():
+        assert set(ops) == set(OPS)
+        if not CHIPS[name].triton:
+            assert all(choice["reason"].endswith(CHIPS[name].no_triton_reason) for choice in ops.values())
+
+
+def test_tells_what_the_npus_here_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with monkeypatch.context() as patch:
+        pretend_npus(patch, "Ascend910B3", "Ascend310P3")
+        pretend_triton(patch, tmp_path)
+        result = CliRunner().invoke(main, ["doctor"])
+        findings = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
+    forget_choices()
+    assert findings["device"] == "npu"
+    chosen = {
+        device["device"]: {choice["implementation"] for choice in device["ops"].values()}
+        for device in findings["devices"]
+    }
+    assert chosen == {"npu:0": {"triton"}, "npu:1": {"eager"}, "cpu": {"eager"}}
+    for line in (
+        "ops on npu:0 (Ascend910B3)",
+        "  every op                  triton    the persistent Triton kernels run",
+    ):
+        assert line in result.stdout
+
+
+def test_requests_that_cannot_be_honoured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("FLA_NPU_IMPL", "triton")
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0
-    for op in OPS:
-        assert op in result.stdout
+    assert "  every op                  -         implementation 'triton' cannot run on cpu: " in result.stdout
+    monkeypatch.setenv("FLA_NPU_PRECISION", "half")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code != 0 and "FLA_NPU_PRECISION must be exact or fast, got 'half'" in result.output
+    monkeypatch.setenv("FLA_NPU_IMPL", "cuda")
+    monkeypatch.delenv("FLA_NPU_PRECISION")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code != 0 and "no implementation 'cuda'" in result.output
+
+
+def test_text_tells_of_ops_and_the_note():
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0
+    assert "ops on cpu\n  every op" in result.stdout
     assert doctor.NO_DEVICE_USED in result.stdout
 
 
