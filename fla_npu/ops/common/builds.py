@@ -88,7 +88,6 @@ def build_for(
         table=False,
     )
     absent = {"bounds", "ids"}
-    absent |= set() if has_h0 else {"h0"}
     absent |= set() if varlen else {"cu_seqlens"}
     absent |= set() if fixed["MAY_BE_STRONG"] else {"is_strong"}
     absent |= set() if qk_l2norm else {"norms"}

@@ -68,6 +68,10 @@ STRONG = 16
 """Tokens at a time where the decays of a chunk are too strong for one reference per piece."""
 
 
+HALF = 128
+"""Key channels that are computed with at a time: a state of more is two halves."""
+
+
 def pad(size: int) -> int:
     """A head dimension as it is stored: rows of whole 32-byte lines in every dtype, which the device's copies need."""
     return -(-size // 16) * 16

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fla_npu.ops.common.ascend import core_count, launch_options
 from fla_npu.ops.common.chunk_kernel import delta_rule_kernel
-from fla_npu.ops.common.configs import STRONG, Config, pad, piece_size, tile_size
+from fla_npu.ops.common.configs import HALF, STRONG, Config, pad, piece_size, tile_size
 from fla_npu.ops.common.gate_kernel import launch_gates, launch_norms
 from fla_npu.ops.problem import Options, Tensors
 from fla_npu.planner.schedule import Schedule, equal_schedule, schedule
@@ -50,7 +50,7 @@ def constants(
         "K": shape.K,
         "V": shape.V,
         "KP": shape.K,
-        "BK": tile_size(shape.K),
+        "BK": min(tile_size(shape.K), HALF),
         "BV": split.width,
         "TILE": split.tile,
         "C": config.chunk,
@@ -69,13 +69,19 @@ def constants(
 
 def eye_size(K: int, V: int, chunk: int) -> int:
     """Rows of the table of the identity."""
-    return max(tile_size(K), tile_size(V), chunk)
+    return max(min(tile_size(K), HALF), min(tile_size(V), HALF), chunk)
 
 
 @lru_cache(maxsize=64)
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The identity on a device, made once."""
     return torch.eye(size, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def no_state(K: int, V: int, device: torch.device) -> torch.Tensor:
+    """One state of zeros, for sequences that start without one."""
+    return torch.zeros(K, V, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -153,7 +159,8 @@ def launch_chunks(
         eye = identity(fixed["EYE"], torch.float32, device)
         order = plan.order
         delta_rule_kernel[(cores,)](
-            q, k, v, gates.c, gates.beta, gates.strong, norms, h0, o, ht,
+            q, k, v, gates.c, gates.beta, gates.strong, norms,
+            no_state(KP, VP, device) if h0 is None else h0, o, ht,
             identity(fixed["EYE"], q.dtype, device), eye, flags(config.chunk, device), flags(STRONG, device), cu_seqlens,
             None if order is None else torch.frombuffer(order.bounds, dtype=torch.int32).to(device, non_blocking=True),
             None if order is None else torch.frombuffer(order.ids, dtype=torch.int32).to(device, non_blocking=True),

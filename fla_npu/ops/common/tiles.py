@@ -127,20 +127,18 @@ def load_eye(eye, EYE: tl.constexpr, N: tl.constexpr):
 def load_state(
     h,
     eye,
+    channel,
     first,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    GIVEN: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
-    """Columns `first ..` of a state as a result of the cube, `[BK, BV]`; zero if none is given."""
-    d = tl.arange(0, BK)
+    """Rows `channel ..`, columns `first ..` of a state as a result of the cube, `[BK, BV]`."""
+    d = channel + tl.arange(0, BK)
     e = first + tl.arange(0, BV)
-    if not GIVEN:
-        return dot(eye, tl.zeros([BK, BV], tl.float32))
-    elif V_FIRST:
+    if V_FIRST:
         x = tl.load(h + e[:, None] * K + d[None, :], mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
         return dot(eye, tl.trans(x))
     else:
@@ -153,6 +151,7 @@ def store_state(
     S,
     h,
     eye,
+    channel,
     first,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -160,8 +159,8 @@ def store_state(
     BV: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):
-    """Columns `first ..` of a state. By a product: the cube writes to global memory, but only what it computed here."""
-    d = tl.arange(0, BK)
+    """The inverse. By a product: the cube writes to global memory, but only what it computed here."""
+    d = channel + tl.arange(0, BK)
     e = first + tl.arange(0, BV)
     if V_FIRST:
         tl.store(h + e[:, None] * K + d[None, :], dot(tl.trans(S), eye), mask=(e < V)[:, None] & (d < K)[None, :])
