@@ -101,7 +101,9 @@ def fused_recurrent_kda_fwd(
         initial_state: `[N, HV, K, V]` (or V-first), or with `ssm_state_indices` a pool `[slots, HV, K, V]`.
         inplace_final_state: write the final states into `initial_state`, which is then required and returned.
         ssm_state_indices: `[N]` or `[N, S]` slots of the pool. Sequence n starts from slot `[n, 0]`, and its state
-            after token t goes to slot `[n, t]`. Sequences without tokens are left alone.
+            after token t goes to slot `[n, t]`. Sequences without tokens are left alone. Slots that lie on a device
+            are not read on the host if a kernel runs the call (see `FLA_NPU_CHECK_VALUES`): it leaves a sequence that
+            starts from a slot outside of the pool alone, with o = 0 (servers pad with -1), and writes no such slot.
         num_accepted_tokens: `[N]`; sequence n starts from slot `[n, num_accepted_tokens[n] - 1]` instead.
         out: receives o; of v's shape.
 
