@@ -32,7 +32,7 @@ def guarded_results() -> Iterator[None]:
     """Whatever `torch.empty` makes in here is `filler`, lies between it, and that must still be there at the end."""
     made: list[tuple[torch.Tensor, int]] = []
 
-    def empty(*shape: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    def empty(*shape: Any, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
         sizes = torch.Size(shape[0] if isinstance(shape[0], tuple | torch.Size) else shape)
         buffer = torch.full((sizes.numel() + 2 * MARGIN,), filler(dtype), dtype=dtype, device=device)
         made.append((buffer, sizes.numel()))
