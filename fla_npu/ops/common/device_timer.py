@@ -56,12 +56,21 @@ def timer(
     tokens: int,
     cores: int,
     lower_bound: float | None = -5.0,
+    device: str = "npu",
+    clock: Callable[[Callable[[], Any], int], float] | None = None,
 ) -> Callable[[Config], float]:
-    """A function that measures a configuration; its first call with one compiles it and checks what it computes."""
-    npu = torch.device("npu")
-    small, options = make_call(op, K=K, V=V, dtype=dtype, tokens=CHECKED_TOKENS, lower_bound=lower_bound, device=npu)
+    """A function that measures a configuration; its first call with one compiles it and checks what it computes.
+
+    Args:
+        op, K, V, dtype, fast, heads, tokens, lower_bound: of the call, see `make_call`.
+        cores: programs of a launch.
+        clock: seconds per call of a function that is called so many times; `seconds_of` by default.
+    """
+    clock = clock or seconds_of
+    kind: dict[str, Any] = {"K": K, "V": V, "dtype": dtype, "lower_bound": lower_bound, "device": device}
+    small, options = make_call(op, tokens=CHECKED_TOKENS, **kind)
     right = expected(small, options)
-    large, _ = make_call(op, K=K, V=V, dtype=dtype, tokens=tokens, heads=heads, lower_bound=lower_bound, device=npu)
+    large, _ = make_call(op, tokens=tokens, heads=heads, **kind)
     repeats: dict[Config, int] = {}
 
     def measure(config: Config) -> float:
@@ -72,14 +81,14 @@ def timer(
             try:
                 trial = judge(launch_chunks(small, options, config, fast=fast, cores=cores), right, dtype, fast)
                 call()
-                seconds = seconds_of(call, 1)
+                seconds = clock(call, 1)
             except Exception as error:  # compilers and drivers raise whatever they like
                 raise Failed(f"{config} does not run: {error}") from error
             if not trial.right:
                 raise Failed(f"{config} is wrong: {trial}")
             repeats[config] = max(1, min(1000, round(SAMPLE_SECONDS / max(seconds, 1e-6))))
         call()
-        return seconds_of(call, repeats[config])
+        return clock(call, repeats[config])
 
     return measure
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import metadata, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,9 +120,7 @@ def config_for(
     The first call of a shape class reads a file; with `FLA_NPU_TUNE=1`, on an NPU and without a stored result, it tunes
     (a minute or more). Later calls look the answer up. Never waits for the device otherwise.
     """
-    key = key_for(
-        op, chip, K, V, dtype, fast, heads=heads, sequences=sequences, length=length, cores=cores
-    )  # fmt: skip
+    key = key_for(op, chip, K, V, dtype, fast, heads=heads, sequences=sequences, length=length, cores=cores)
     return _chosen(key, cores, dtype, settings.tuning())
 
 
@@ -132,13 +131,17 @@ def _chosen(key: Key, cores: int, dtype: str, tuning: str) -> Config:
     stored = load(key)
     if stored is not None:
         return stored
-    if tuning == "on":
-        from fla_npu.ops.common import device_timer
+    measure = _timer(key, dtype, cores) if tuning == "on" else None
+    return shipped(key) if measure is None else tune(key, measure)
 
-        measure = device_timer.for_key(key, dtype, cores)
-        if measure is not None:
-            return tune(key, measure)
-    return shipped(key)
+
+def _timer(key: Key, dtype: str, cores: int) -> Callable[[Config], float] | None:
+    """What measures configurations here; None where nothing can."""
+    if find_spec("triton") is None:
+        return None
+    from fla_npu.ops.common import device_timer
+
+    return device_timer.for_key(key, dtype, cores)
 
 
 # The shipped table
