@@ -120,6 +120,14 @@ class Buffers:
                 if start in self.of:
                     self.of[value] = self.of[start]
 
+    def _scf_yield(self, op: Op) -> None:
+        """A branch's buffers are those of its first arm: both arms yield tiles of one type and place."""
+        branch = op.block.parent
+        if branch is not None and branch.name == "scf.if":
+            for value, source in zip(branch.results, op.operands, strict=False):
+                if source in self.of:
+                    self.of.setdefault(value, self.of[source])
+
     def _arith_constant(self, op: Op) -> None:
         if "dense<" not in op.text:
             self.constants[op.results[0]] = constant(op)

@@ -9,7 +9,6 @@ with it. `tiles.py` has the stages, `planner.schedule` the shares, `gate_kernel.
 import triton
 import triton.language as tl
 
-from fla_npu.ops.common.configs import STRONG
 from fla_npu.ops.common.gate_kernel import first_row, sequence
 from fla_npu.ops.common.tiles import (
     diagonal,
@@ -24,8 +23,6 @@ from fla_npu.ops.common.tiles import (
     store_state,
     through_cube,
 )
-
-_STRONG = tl.constexpr(STRONG)
 
 
 @triton.jit
@@ -310,18 +307,20 @@ def channel_chunk(
     # The same in rows of [C, BK]: were it one value with b, the two ways to split it would cost the split of all tiles.
     b_rows = tl.load(beta + tl.minimum(token, 0) + i)
     b_o = dot((b_q * (tl.exp(b_c) * scale)).to(OP), S_op)
-    decayed = dot(diagonal(tl.exp(last), BK), S)
+    if not SECOND:
+        decayed = dot(diagonal(tl.exp(last), BK), S)
     to_end = (b_k * (tl.exp(last[None, :] - b_c) * b_rows[:, None])).to(OP)
     scores = tl.zeros([C, C], tl.float32)
     scores = channel_scores(scores, c, marks, b_k, b_q, b_c, E_piece, K, KP, BK, C, PIECE, OP)
     b_v = load_rows(v, token, left, v_token, C, V, BV, first)
     R = dot_add((b_k * -tl.exp(b_c)).to(OP), S_op, dot(b_v, I_V))
     if SECOND:
+        # Two states scaled ahead of time would not fit into the accumulators.
+        last1 = last
         b_q, b_k, b_c, last = channel_rows(
             q + BK, k + BK, c + BK, norms, token, left, q_token, k_token, norm_rest, K - BK, KP, BK, C, L2NORM
         )
         b_o = dot_add((b_q * (tl.exp(b_c) * scale)).to(OP), S2_op, b_o)
-        decayed2 = dot(diagonal(tl.exp(last), BK), S2)
         to_end2 = (b_k * (tl.exp(last[None, :] - b_c) * b_rows[:, None])).to(OP)
         scores = channel_scores(scores, c + BK, marks, b_k, b_q, b_c, E_piece, K - BK, KP, BK, C, PIECE, OP)
         R = dot_add((b_k * -tl.exp(b_c)).to(OP), S2_op, R)
@@ -331,9 +330,10 @@ def channel_chunk(
     fi = i.to(tl.float32)
     P = tl.where(fi[:, None] <= fi[None, :], scores * (b * scale)[:, None], 0.0).to(OP)
     b_o = dot_add(tl.trans(P), u, b_o)
-    S = dot_add(tl.trans(to_end), u, decayed)
     if SECOND:
-        S2 = dot_add(tl.trans(to_end2), u, decayed2)
+        decayed = dot(diagonal(tl.exp(last1), BK), S)
+        S2 = dot_add(tl.trans(to_end2), u, dot(diagonal(tl.exp(last), BK), S2))
+    S = dot_add(tl.trans(to_end), u, decayed)
     store_rows(b_o, o, token, left, o_token, C, V, BV, first)
     return S, S2
 
@@ -386,6 +386,7 @@ def walk(
     BV: tl.constexpr,
     C: tl.constexpr,
     PIECE: tl.constexpr,
+    PART: tl.constexpr,
     DECAY: tl.constexpr,
     L2NORM: tl.constexpr,
     FAST: tl.constexpr,
@@ -418,7 +419,11 @@ def walk(
     S2 = S
     if SECOND:
         S2 = load_state(h0 + state if HAS_H0 else h0, I_S, BK, first, K, V, BK, BV, V_FIRST)
-    for t in range(0, length, C):
+    # Where chunks may be strong, every chunk is STEPS steps: its parts if it is, else all of it in the first.
+    STEPS: tl.constexpr = C // PART if MAY_BE_STRONG else 1
+    steps = (length + C - 1) // C * STEPS
+    for step in range(0, steps):
+        t = step // STEPS * C
         at = row + t
         # Cast on the way out of the cube, which only a product made here can be.
         S_op = dot(I_S, S).to(OP) if FAST else S
@@ -432,18 +437,16 @@ def walk(
                 SECOND, OP,
             )  # fmt: skip
         elif MAY_BE_STRONG:
+            new2 = S2
+            r = step % STEPS * PART
             # An if and no loops of zero or one round: what a loop made on the cube cannot be read after it.
             if tl.load(is_strong + at // C) > 0:
-                new2 = S2
-                for j in tl.static_range(C // _STRONG):
-                    r = j * _STRONG
-                    S, new2 = channel_chunk(
-                        S, S_op if j == 0 else S.to(OP), new2, S2_op if j == 0 else new2.to(OP), q, k, v,
-                        c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o, E_strong, E_strong, I_V,
-                        marks_strong, t + r, length - t - r, first, q_token, k_token, v_token, o_token, norm_rest, scale,
-                        K, V, KP, BK, BV, _STRONG, 1, L2NORM, SECOND, OP,
-                    )  # fmt: skip
-            else:
+                S, new2 = channel_chunk(
+                    S, S_op, S2, S2_op, q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o,
+                    E_strong, E_strong, I_V, marks_strong, t + r, length - t - r, first, q_token, k_token, v_token,
+                    o_token, norm_rest, scale, K, V, KP, BK, BV, PART, 1, L2NORM, SECOND, OP,
+                )  # fmt: skip
+            elif r == 0:
                 S, new2 = channel_chunk(
                     S, S_op, S2, S2_op, q, k, v, c + at * KP, beta + at, norms + t if L2NORM else norms, o, E, E_piece,
                     I_V, marks, t, length - t, first, q_token, k_token, v_token, o_token, norm_rest, scale, K, V, KP, BK,
@@ -459,7 +462,7 @@ def walk(
             S2 = new2
         if HAS_HT:  # noqa: SIM102 - constant and not
             # Likewise: after the loop the compiler would copy S by an instruction that cannot read where S is.
-            if t + C >= length:
+            if step + 1 == steps:
                 store_state(S, ht + state, I_S, 0, first, K, V, BK, BV, V_FIRST)
                 if SECOND:
                     store_state(S2, ht + state, I_S, BK, first, K, V, BK, BV, V_FIRST)
@@ -519,6 +522,7 @@ def delta_rule_kernel(
     TILE: tl.constexpr,
     C: tl.constexpr,
     PIECE: tl.constexpr,
+    PART: tl.constexpr,
     EYE: tl.constexpr,
     DECAY: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -540,6 +544,7 @@ def delta_rule_kernel(
         h0, ht: `[N, HV, K, V]` (or V first), contiguous float32. h0 is one state of zeros unless `HAS_H0`.
         o: `[B, T, HV, V]` contiguous.
         eye_in, eye: identities `[EYE, EYE]` in the dtype of q and in float32. marks, marks_strong: `launch.flags`.
+        PIECE, PART: rows of a piece (`configs.piece_size`), of a part of a strong chunk.
         units, whole, PARTS, BLOCKS, BV (width), TILE: `schedule.Split`; TABLE: its order is given by `bounds`, `ids`.
     """
     program = tl.program_id(0)
@@ -556,7 +561,7 @@ def delta_rule_kernel(
     WIDE: tl.constexpr = not FAST or q.dtype.element_ty == tl.float16
     E = load_eye(eye_in if FAST else eye, EYE, C)
     E_piece = load_eye(eye, EYE, C) if WIDE else E
-    E_strong = load_eye(eye_in if FAST else eye, EYE, _STRONG) if MAY_BE_STRONG else E
+    E_strong = load_eye(eye_in if FAST else eye, EYE, PART) if MAY_BE_STRONG else E
     I_S = load_eye(eye, EYE, BK)
     I_V = load_eye(eye_in, EYE, BV)
     I_K = load_eye(eye_in, EYE, BK) if DECAY == "scalar" else I_V
@@ -568,7 +573,7 @@ def delta_rule_kernel(
             cu_seqlens,
             unit // BLOCKS, unit % BLOCKS * BV, T,
             q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest, norm_rest, scale,
-            HV, GROUP, K, V, KP, BK, BV, C, PIECE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0, HAS_HT, V_FIRST,
+            HV, GROUP, K, V, KP, BK, BV, C, PIECE, PART, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0, HAS_HT, V_FIRST,
             VARLEN,
         )  # fmt: skip
     if PARTS > 1:
@@ -588,6 +593,6 @@ def delta_rule_kernel(
             cu_seqlens,
                 unit // BLOCKS, unit % BLOCKS * BV + part % PARTS * TILE, T,
                 q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest,
-                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0,
+                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, PART, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0,
                 HAS_HT, V_FIRST, VARLEN,
             )  # fmt: skip

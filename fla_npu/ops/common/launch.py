@@ -55,6 +55,7 @@ def constants(
         "TILE": split.tile,
         "C": config.chunk,
         "PIECE": piece if channel else 1,
+        "PART": STRONG,
         "EYE": eye_size(shape.K, shape.V, config.chunk),
         "DECAY": options.decay,
         "L2NORM": options.qk_l2norm,
