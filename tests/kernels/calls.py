@@ -15,8 +15,8 @@ That is `EPS (growth + sqrt(K) + sqrt(C) + 8 + 4 |c|) M` per chunk, and o reads 
 
 In `fast` mode a number is cast to 16 bits about 8 times between the state before a chunk and o or the state after it
 (state as operand, what is read of it, R, T, u, u scaled, P or K, o), by `u = 2^-11` or, cut off, `2^-7` at most: the
-bound is `(growth + 8) u M` more. Single rows would bound little then: M is made of K directions, of which q and k see one.
-With random q and k that is `M / sqrt(K)`, in the mean over a head.
+bound is `(growth + 8) u M` more. For single rows that says little: M is made of K directions, of which q sees one. With
+random q and k that is `M / sqrt(K)`, in the mean over a head.
 """
 
 from collections.abc import Sequence
