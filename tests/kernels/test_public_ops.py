@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fla_npu.ops import dispatch
-from fla_npu.ops.common import launch
+from fla_npu.ops import dispatch, kernels
+from fla_npu.ops.common import decode_kernel, gate_kernel, launch
 from fla_npu.ops.dispatch import explain, use_implementation, use_precision
 from fla_npu.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla_npu.testing import nmse
@@ -100,6 +100,51 @@ def test_a_compiled_call_runs_the_kernels(op: str, monkeypatch: pytest.MonkeyPat
         o, _ = compiled(**call)
     assert launched == [op]
     assert_accurate("o", o, expected(op, call)[0])
+
+
+class Unlaunched:
+    """A kernel that is given its arguments and does nothing."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launches += 1
+
+        return launch
+
+
+@pytest.mark.parametrize("op", [*OPS, "fused_recurrent_kda_fwd"])
+@pytest.mark.parametrize("known", [False, True])
+def test_launchers_read_nothing_from_the_device(op: str, known: bool, monkeypatch: pytest.MonkeyPatch):
+    """Meta tensors have no values: who asks for one, or copies one to the host, raises."""
+    stubs = {}
+    for module, name in (
+        (launch, "delta_rule_kernel"),
+        (gate_kernel, "gates_kernel"),
+        (gate_kernel, "norms_kernel"),
+        (decode_kernel, "recurrent_kernel"),
+    ):
+        stubs[name] = Unlaunched()
+        monkeypatch.setattr(module, name, stubs[name])
+    monkeypatch.setattr(kernels, "device_refusal", lambda device, *, asked=False: None)
+    options = {"gate": "softplus", "l2norm": True, "beta": "sigmoid", "v_first": True, "index_dtype": torch.int32}
+    call = make_call(op.removesuffix("_fwd"), bounds=[0, 3, 3, 70], **options)
+    call = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    if known and op in CHUNKED:
+        call["cu_seqlens_cpu"] = torch.tensor([0, 3, 3, 70])
+    elif known:
+        call["cu_seqlens"] = torch.tensor([0, 3, 3, 70])
+    if op == "fused_recurrent_kda_fwd":
+        call["ssm_state_indices"] = torch.zeros(3, 67, dtype=torch.int32, device="meta")
+        o, state = fused_recurrent_kda_fwd(**call)
+    else:
+        o, state = run(op, call)
+    assert o.device.type == "meta" and state is not None and state.shape == call["initial_state"].shape
+    used = {name: stub.launches for name, stub in stubs.items() if stub.launches}
+    chunked = {"delta_rule_kernel": 1, "gates_kernel": 1, "norms_kernel": 1}
+    assert used == (chunked if op in CHUNKED else {"recurrent_kernel": 1})
 
 
 @pytest.mark.parametrize("options", [{"B": 2, "T": 2}, {"lengths": [2, 0, 1]}], ids=str)
