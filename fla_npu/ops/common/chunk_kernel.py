@@ -440,7 +440,7 @@ def walk(
             new2 = S2
             r = step % STEPS * PART
             # An if and no loops of zero or one round: what a loop made on the cube cannot be read after it.
-            if tl.load(is_strong + at // C) > 0:
+            if (tl.load(is_strong + at // C) > 0) & (t + r < length):
                 S, new2 = channel_chunk(
                     S, S_op, S2, S2_op, q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o,
                     E_strong, E_strong, I_V, marks_strong, t + r, length - t - r, first, q_token, k_token, v_token,
