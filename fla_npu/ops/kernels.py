@@ -162,7 +162,7 @@ def run(op: str, problem: Problem) -> Result:
 
 
 def _chunks(op: str, problem: Problem) -> Result:
-    from fla_npu.ops.common.launch import launch_chunks
+    from fla_npu.ops.common.segments import launch_balanced
 
     tensors, options, bounds = problem
     device, dtype = tensors.v.device, tensors.v.dtype
@@ -170,7 +170,7 @@ def _chunks(op: str, problem: Problem) -> Result:
     config = default_config(op, _chip(device), pad(tensors.q.shape[3]), pad(tensors.v.shape[3]), _DTYPES[dtype], fast)
     lengths = problem.lengths if isinstance(bounds, Bounds) and bounds.known else None
     with _current(device):
-        o, final = launch_chunks(tensors, options, config, cu_seqlens=_on(device, bounds), lengths=lengths, fast=fast)
+        o, final = launch_balanced(tensors, options, config, cu_seqlens=_on(device, bounds), lengths=lengths, fast=fast)
     return o, final, None
 
 

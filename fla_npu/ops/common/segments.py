@@ -1,0 +1,144 @@
+"""The third tier of the schedule: few heads of long sequences, cut into segments that run side by side.
+
+The state after a segment is linear in the state before it, `S_out = M S_in + C`, column by column. With a segment
+taken for a sequence of its own the kernel itself computes all that is needed, in three launches over all segments:
+
+1. C, the final states from no state;
+2. M, the final states from the identity with v = 0; then `S_in` of every segment, one small product after another;
+3. the call, with each segment's `S_in`. Its results are those of one launch up to the rounding of the states at the
+   borders.
+
+That is three times the work, and worth it where one launch would leave most cores without work.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+
+from fla_npu.ops.common.ascend import core_count
+from fla_npu.ops.common.configs import Config, pad
+from fla_npu.ops.common.launch import launch_chunks
+from fla_npu.ops.problem import Options, Tensors
+from fla_npu.planner.schedule import equal_schedule, schedule
+
+PASSES = 3
+SHORTEST = 16
+"""Chunks that a segment has at least: below, the launches and small products cost more than they save."""
+
+WORTH = 0.8
+"""Part of the modelled time of one launch that the three together may take. A guess, to be measured on a device."""
+
+
+def launch_balanced(
+    tensors: Tensors,
+    options: Options,
+    config: Config,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    lengths: list[int] | None = None,
+    fast: bool = False,
+    cores: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`launch_chunks`, in segments where the schedule says that they end earlier. Arguments and results as there."""
+    cores = core_count(tensors.v.device) if cores is None else cores
+    B, T, HV, V = tensors.v.shape
+    known = (T,) * B if cu_seqlens is None else tuple(lengths or ())
+    segments = _segments(known, HV, cores, pad(V), config.fit(pad(V))) if known else None
+    if segments is None:
+        return launch_chunks(
+            tensors, options, config, cu_seqlens=cu_seqlens, lengths=lengths, fast=fast, cores=cores
+        )  # fmt: skip
+    return launch_segments(tensors, options, config, segments, fast=fast, cores=cores)
+
+
+def launch_segments(
+    tensors: Tensors,
+    options: Options,
+    config: Config,
+    segments: tuple[tuple[int, ...], ...],
+    *,
+    fast: bool = False,
+    cores: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call in segments.
+
+    Args:
+        segments: their lengths, per sequence; multiples of the chunk but for the last of a sequence.
+
+    Returns:
+        o `[B, T, HV, V]` and the final state or None.
+    """
+    B, T, HV, V = tensors.v.shape
+    K = tensors.k.shape[3]
+    device = tensors.v.device
+    packed = tensors.map_tokens(lambda x: x.reshape(1, B * T, *x.shape[2:]))
+    lengths = [length for sequence in segments for length in sequence]
+    bounds = torch.tensor([0, *accumulate(lengths)], device=device)
+
+    inner = replace(options, output_final_state=True, state_v_first=False)
+
+    def launch(call: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        o, final = launch_chunks(call, inner, config, cu_seqlens=bounds, lengths=lengths, fast=fast, cores=cores)
+        assert final is not None
+        return o, final
+
+    _, C = launch(packed._replace(initial_state=None))
+    # One row of zeros stands for the values of all tokens.
+    nothing = torch.zeros(1, 1, 1, K, dtype=tensors.v.dtype, device=device).expand(1, B * T, HV, K)
+    eye = torch.eye(K, device=device).expand(len(lengths), HV, K, K)
+    _, M = launch(packed._replace(v=nothing, initial_state=eye))
+
+    h0 = tensors.initial_state
+    if h0 is not None and options.state_v_first:
+        h0 = h0.transpose(2, 3)
+    starts = torch.empty(len(lengths), HV, K, V, device=device)
+    segment = 0
+    for n, sequence in enumerate(segments):
+        S = torch.zeros(HV, K, V, device=device) if h0 is None else h0[n].float()
+        for _ in sequence:
+            starts[segment] = S
+            S = torch.baddbmm(C[segment], M[segment], S)
+            segment += 1
+    o, final = launch(packed._replace(initial_state=starts))
+    if not options.output_final_state:
+        return o.view(B, T, HV, V), None
+    # A sequence without segments keeps its state.
+    last = [end - 1 for end in accumulate(len(sequence) for sequence in segments)]
+    states = [
+        final[at] if sequence else (torch.zeros(HV, K, V, device=device) if h0 is None else h0[n].float())
+        for n, (at, sequence) in enumerate(zip(last, segments, strict=True))
+    ]
+    S = torch.stack(states)
+    return o.view(B, T, HV, V), S.transpose(2, 3).contiguous() if options.state_v_first else S
+
+
+@lru_cache(maxsize=256)
+def _segments(
+    lengths: tuple[int, ...], heads: int, cores: int, V: int, config: Config
+) -> tuple[tuple[int, ...], ...] | None:
+    """Segments per sequence, or None where one launch ends earlier by the schedule's model."""
+    units = len(lengths) * heads * -(-V // config.width)
+    if units == 0 or units * PASSES > cores:
+        return None
+    parts = cores // units
+    segments = tuple(_cut(length, parts, config.chunk) for length in lengths)
+    flat = [length for sequence in segments for length in sequence]
+    if len(flat) <= len(lengths):
+        return None
+    sizes = {"value_dim": V, "tiles": config.tiles, "chunk": config.chunk}
+    if len(set(lengths)) == 1:
+        whole = equal_schedule(len(lengths), heads, cores, length=lengths[0], **sizes)  # type: ignore[arg-type]
+    else:
+        whole = schedule(list(lengths), heads, cores, **sizes)  # type: ignore[arg-type]
+    cut = schedule(flat, heads, cores, **sizes)  # type: ignore[arg-type]
+    return segments if PASSES * cut.makespan < WORTH * whole.makespan else None
+
+
+def _cut(length: int, parts: int, chunk: int) -> tuple[int, ...]:
+    """About equal segments of whole chunks, at most `parts` of them."""
+    chunks = -(-length // chunk)
+    parts = max(1, min(parts, chunks // SHORTEST))
+    ends = [min(length, chunks * part // parts * chunk) for part in range(parts + 1)]
+    return tuple(b - a for a, b in pairwise(ends) if b > a)
