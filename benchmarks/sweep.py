@@ -82,8 +82,12 @@ All added up: the chunk loop carries the state, so cube and vector cores wait fo
 
 
 def cycles(row: Mapping, weights: Mapping[str, float] = WEIGHTS) -> float:
-    """Estimated cycles per token and head of a compiled row; infinite where it must not ship."""
-    if not row["ok"]:
+    """Estimated cycles per token and head of a compiled row; infinite where it must not ship.
+
+    On the A5 the split over the vector cores is lost whatever the sizes, so there it is no reason.
+    """
+    faults = [problem for problem in row["problems"] if "split" not in problem or "950" not in row["chip"]]
+    if row["per_token"] is None or faults:
         return math.inf
     return sum(weight * row["per_token"][name] for name, weight in weights.items())
 
@@ -99,9 +103,11 @@ def stable(rows: Iterable[Mapping], factor: float = 2.0) -> bool:
 # The grid
 
 
-def grid(chips: Iterable[str]) -> list[Case]:
-    """The shipped grid: sizes in both precisions with bf16 and the default options; then what changes little, on fewer
-    shapes: float32 and fp16 inputs, KDA without a bound, tiles, compiler options."""
+def grid(chips: Iterable[str], full: bool = False) -> list[Case]:
+    """What is compiled for a chip: sizes in both precisions, bf16, with the default options.
+
+    With `full` also what changes little: all sizes with K = 256, float32 and fp16 inputs, tiles, compiler options.
+    """
     cases = []
     for name in chips:
         if find_chip(name).family == "A5":
@@ -112,17 +118,20 @@ def grid(chips: Iterable[str]) -> list[Case]:
         for K, op, precision, chunk, width in product(
             SIZES, tune.OPS, ("exact", "fast"), tune.CHUNKS[::-1], tune.WIDTHS[::-1]
         ):
-            if width <= K:
+            if width <= K and (K < 256 or full or (chunk > 16 and width > 32)):
                 cases.append(Case(op, name, precision, "bf16", K, K, Config(chunk=chunk, width=width)))
         for op in tune.OPS:
+            # Beyond what is tuned over: it tells the buffer model where programs stop fitting.
+            for K, width in ((64, 32), (128, 128)) if not full else ((64, 32), (128, 128), (128, 32), (256, 32)):
+                cases.append(Case(op, name, "exact", "bf16", K, K, Config(chunk=128, width=width)))
+        cases.append(Case("chunk_kda", name, "exact", "bf16", 128, 128, Config(), bounded=False))
+        for op in tune.OPS if full else ():
             for chunk, width in ((64, 128), (64, 64), (64, 32), (32, 128), (16, 128)):
                 cases.append(Case(op, name, "fp32", "fp32", 128, 128, Config(chunk=chunk, width=width)))
             for precision in ("exact", "fast"):
                 cases.append(Case(op, name, precision, "fp16", 128, 128, Config()))
                 cases.append(Case(op, name, precision, "bf16", 128, 128, Config(tile=32)))
             cases += [Case(op, name, "exact", "bf16", 128, 128, variant) for variant in tune.variants(Config())]
-        for precision, chunk in product(("exact", "fast"), tune.CHUNKS[::-1]):
-            cases.append(Case("chunk_kda", name, precision, "bf16", 128, 128, Config(chunk=chunk), bounded=False))
     return cases
 
 
@@ -321,7 +330,7 @@ def representative(load: str, cores: int) -> int:
     }[load]
 
 
-GAIN = 0.9
+GAIN = 0.85
 """What narrower columns or tiles must save to ship: the weights are not known well enough for less."""
 
 
@@ -371,21 +380,34 @@ def ship(table: list[Mapping], trials: list[Mapping]) -> dict:
         cores = find_chip(chip).aicores
         for op, precision, K, V in product(tune.OPS, tune.PRECISIONS, sorted(SIZES), tune.WIDTHS):
             compiled = sized(table, chip, op, precision, K) or sized(table, chip, op, "exact", K)
-            cells = {}
+            chosen = {}
             for load, length in product(tune.LOADS, tune.LENGTHS):
                 key = tune.Key(op, chip, K, V, precision, load, length)
-                config = choose(compiled, key, cores, usable)
-                if config is None:
-                    # Nothing compiles without a fault: the least program there is, which may still run.
-                    config = Config(chunk=16, width=32, multibuffer=False)
-                plain = Config()
-                cells[f"{load} {length}"] = {
-                    name: value
-                    for name, value in asdict(config).items()
-                    if value != getattr(plain, name) or name in ("chunk", "width")
+                # Where nothing compiles without a fault: small sizes without multi-buffering, which may still run.
+                least = Config(chunk=32, width=32, multibuffer=False)
+                chosen[f"{load} {length}"] = _short(choose(compiled, key, cores, usable) or least)
+            default = chosen["many long"]
+            rows.append(
+                {
+                    "family": family,
+                    "op": op,
+                    "precision": precision,
+                    "K": K,
+                    "V": V,
+                    "config": default,
+                    "other": {cell: config for cell, config in chosen.items() if config != default},
                 }
-            rows.append({"family": family, "op": op, "precision": precision, "K": K, "V": V, "configs": cells})
+            )
     return {"source": sorted({row["source"] for row in table}), "buffers": buffer_model(table), "rows": rows}
+
+
+def _short(config: Config) -> dict:
+    """The fields of a configuration that are not the default ones; always the sizes."""
+    return {
+        name: value
+        for name, value in asdict(config).items()
+        if value != getattr(Config(), name) or name in ("chunk", "width")
+    }
 
 
 # The buffer model
@@ -401,10 +423,8 @@ def needed(row: Mapping) -> Iterator[tuple[str, float, bool]]:
 
 
 def buffer_model(table: Iterable[Mapping]) -> dict:
-    """Per op and memory: coefficients of `tune.features` by least squares, none negative; the largest estimate for what
-    compiled, as a share of the limit; and the relative error where the need is known."""
-    import numpy
-
+    """Per op and memory: coefficients of `tune.features` by least squares, none negative; the margin that lets through
+    all that compiled; the relative error where the need is known, and at how many points."""
     found: dict[str, dict] = {}
     plain = [row for row in table if row["kind"] == "compiled" and row["chip"] == "910B3"]
     for op, memory in product(tune.OPS, ("UB", "L1", "L0C")):
@@ -412,39 +432,51 @@ def buffer_model(table: Iterable[Mapping]) -> dict:
         for row in plain:
             if row["op"] != op:
                 continue
-            config = Config(**row["config"])
-            x = tune.features(row["K"], config)
-            for name, size, exact in needed(row):
-                if name == memory and exact:
-                    known.append((x, size))
+            x = tune.features(row["K"], Config(**row["config"]))
+            known += [(x, size) for name, size, exact in needed(row) if name == memory and exact]
             if row["verdict"] == "passed" and memory in row["peak"]:
                 fine.append((x, row["limit"][memory]))
         if not known:
             continue
-        A, b = numpy.array([x for x, _ in known], float), numpy.array([size for _, size in known], float)
-        best: tuple[float, list[float]] | None = None
-        for count in range(1, A.shape[1] + 1):
-            for chosen in combinations(range(A.shape[1]), count):
-                columns = list(chosen)
-                # Relative errors count: a small program should not be lost among large ones.
-                solution, *_ = numpy.linalg.lstsq(A[:, columns] / b[:, None], numpy.ones(len(b)), rcond=None)
-                if (solution < 0).any():
-                    continue
-                error = float(((A[:, columns] @ solution / b - 1) ** 2).mean())
-                if best is None or error < best[0] - 1e-9:
-                    full = numpy.zeros(A.shape[1])
-                    full[columns] = solution
-                    best = (error, [round(float(value), 4) for value in full])
-        assert best is not None
-        coefficients = numpy.array(best[1])
-        excess = max((float(numpy.dot(coefficients, x)) / limit for x, limit in fine), default=1.0)
+        # What compiled needs no more than there is: where an estimate says otherwise, that much is taken as its need.
+        points = list(known)
+        while True:
+            coefficients = _fit(points)
+            above = [point for point in fine if point not in points and _dot(coefficients, point[0]) > point[1]]
+            if not above:
+                break
+            points += above
+        excess = max((_dot(coefficients, x) / limit for x, limit in fine), default=1.0)
+        errors = [_dot(coefficients, x) / size - 1 for x, size in known]
         found.setdefault(op, {})[memory] = {
-            "coefficients": best[1],
-            "margin": round(max(1.0, excess) + 0.01, 3),
-            "rms_error": round(best[0] ** 0.5, 3),
+            "coefficients": coefficients,
+            "margin": round(max(1.0, excess) + 0.005, 3),
+            "rms_error": round((sum(error**2 for error in errors) / len(errors)) ** 0.5, 3),
             "points": len(known),
         }
     return found
+
+
+def _dot(coefficients: Iterable[float], x: Iterable[float]) -> float:
+    return sum(a * b for a, b in zip(coefficients, x, strict=True))
+
+
+def _fit(points: list[tuple[tuple[float, ...], float]]) -> list[float]:
+    """Least squares of the relative error without negative coefficients: the best of all subsets of the features."""
+    import numpy
+
+    A = numpy.array([[value / size for value in x] for x, size in points])
+    best: tuple[float, list[float]] = (math.inf, [0.0] * A.shape[1])
+    for count in range(1, A.shape[1] + 1):
+        for chosen in combinations(range(A.shape[1]), count):
+            columns = list(chosen)
+            solution, *_ = numpy.linalg.lstsq(A[:, columns], numpy.ones(len(A)), rcond=None)
+            error = float(((A[:, columns] @ solution - 1) ** 2).mean())
+            if (solution >= 0).all() and error < best[0] - 1e-9:
+                full = numpy.zeros(A.shape[1])
+                full[columns] = solution
+                best = (error, [round(float(value), 4) for value in full])
+    return best[1]
 
 
 # Trials in the simulator
@@ -487,7 +519,7 @@ def shipped_cases() -> list[Case]:
         if row["family"] != "A2":
             continue
         dtype = "fp32" if row["precision"] == "fp32" else "bf16"
-        for values in row["configs"].values():
+        for values in (row["config"], *row["other"].values()):
             config = Config(**values).fit(row["V"])
             cases.append(Case(row["op"], "910B3", row["precision"], dtype, row["K"], row["V"], config))
     return list(dict.fromkeys(cases))
@@ -541,7 +573,7 @@ def _heat_map(op: str, precision: str, panels: list, path: Path) -> Path:
     from matplotlib import pyplot
 
     measured = any(row["kind"] == "measured" for _, _, cells in panels for row in cells.values())
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(1.2 + 3.3 * len(panels), 3.9), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3 + 2.9 * len(panels), 4.1), squeeze=False)
     for axis, (chip, K, cells) in zip(axes[0], panels, strict=True):
         chunks = sorted({chunk for chunk, _ in cells})
         widths = sorted({width for _, width in cells})
@@ -568,8 +600,8 @@ def _heat_map(op: str, precision: str, panels: list, path: Path) -> Path:
         axis.set_yticks(range(len(chunks)), chunks)
         axis.set(title=f"{chip}, K = V = {K}", xlabel="columns of a unit")
     axes[0][0].set_ylabel("tokens of a chunk")
-    unit = "ns per token, measured" if measured else "estimated cycles per token and head, of the compiled program"
-    figure.suptitle(f"{TITLES[op]}, {precision}: {unit}; the least in bold, grey does not fit")
+    what = "ns per token, measured" if measured else "estimated cycles per token and head"
+    figure.suptitle(f"{TITLES[op]}, {precision}: {what}\nleast in bold; grey: not in the grid, or why it must not ship")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -587,6 +619,7 @@ def _heat_map(op: str, precision: str, panels: list, path: Path) -> Path:
 @click.option("--defaults", is_flag=True, help="Write the shipped table from the rows, and stop.")
 @click.option("--trial", "simulated", is_flag=True, help="Simulate what the shipped table names, and stop.")
 @click.option("--plot", "plot_only", is_flag=True, help="Draw the rows there are, and stop.")
+@click.option("--full", is_flag=True, help="Also other dtypes, tiles, compiler options, all sizes with K = 256.")
 @click.option("--list", "list_only", is_flag=True, help="Print the grid and stop.")
 def main(
     out: Path,
@@ -599,6 +632,7 @@ def main(
     defaults: bool,
     simulated: bool,
     plot_only: bool,
+    full: bool,
     list_only: bool,
 ) -> None:
     """Sweep chunk and tile sizes of the chunk kernel and write JSON rows and heat maps."""
@@ -617,7 +651,7 @@ def main(
     if not plot_only:
         cases = [
             case
-            for case in grid([device[0]] if device else chips or ("910B3",))
+            for case in grid([device[0]] if device else chips or ("910B3",), full)
             if (not ops or case.op in ops) and (not dims or case.K in dims)
         ]
         if list_only:
@@ -634,11 +668,13 @@ def main(
 
 
 def usable_by(trials: Iterable[Mapping]):
-    """Accepts a configuration unless it has been simulated and was not right."""
+    """Accepts a configuration unless it has been simulated and was not right. V changes strides only."""
     wrong = {
-        (row["op"], row["precision"], row["K"], row["V"], Config(**row["config"])) for row in trials if not row["right"]
+        (row["op"], row["precision"], row["K"], Config(**row["config"]))
+        for row in trials
+        if not row["right"] and row["bounded"]
     }
-    return lambda key, config: (key.op, key.precision, key.K, key.V, config.fit(key.V)) not in wrong
+    return lambda key, config: (key.op, key.precision, key.K, config.fit(key.V)) not in wrong
 
 
 def _device() -> tuple[str, int] | None:

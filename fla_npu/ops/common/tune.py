@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import metadata, resources
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,14 +115,27 @@ def config_for(
     sequences: int,
     length: int,
     cores: int,
+    bounded: bool = True,
 ) -> Config:
-    """The configuration for a call. Arguments as those of `key_for`.
+    """The configuration for a call. Arguments as those of `key_for`, and:
+
+    Args:
+        bounded: False for KDA whose log decays have no known bound: the kernel then holds two variants of a chunk, and
+            only its default sizes are known to compile.
 
     The first call of a shape class reads a file; with `FLA_NPU_TUNE=1`, on an NPU and without a stored result, it tunes
     (a minute or more). Later calls look the answer up. Never waits for the device otherwise.
     """
+    if not bounded:
+        return default(op, chip, K, V, dtype, fast)
     key = key_for(op, chip, K, V, dtype, fast, heads=heads, sequences=sequences, length=length, cores=cores)
     return _chosen(key, cores, dtype, settings.tuning())
+
+
+def default(op: str, chip: str, K: int, V: int, dtype: str, fast: bool) -> Config:
+    """What ships for long sequences and many heads. Arguments as those of `key_for`."""
+    many = key_for(op, chip, K, V, dtype, fast, heads=8, sequences=1, length=2**20, cores=1)
+    return shipped(many)
 
 
 @lru_cache(maxsize=4096)
@@ -168,11 +182,9 @@ def _models() -> dict[str, Any]:
 def _table() -> Mapping[tuple[str, str, str, int, int, str, str], Config]:
     found = {}
     for row in _defaults()["rows"]:
-        head = (row["family"], row["op"], row["precision"], row["K"], row["V"])
-        for cell, fields in row["configs"].items():
-            load, length = cell.split()
-            place = (*head, load, length)
-            found[place] = Config(**fields)
+        for load, length in product(LOADS, LENGTHS):
+            place = (row["family"], row["op"], row["precision"], row["K"], row["V"], load, length)
+            found[place] = Config(**row["other"].get(f"{load} {length}", row["config"]))
     return found
 
 
@@ -211,7 +223,9 @@ def variants(config: Config) -> tuple[Config, ...]:
 def features(K: int, config: Config) -> tuple[float, ...]:
     """What the use of an on-core memory grows with: bytes of the kernel's tiles in float32, by their shapes."""
     C, W = config.chunk, config.width
-    return (4 * C * C, 4 * C * K, 4 * C * W, 4 * K * W, 4 * K * K, 4 * K)
+    # Keys wider than 128 are two halves, one after the other; only the state is there as a whole.
+    half = min(K, 128)
+    return (4 * C * C, 4 * C * half, 4 * C * W, 4 * K * W, 4 * half * half, 4 * half)
 
 
 def estimate(key: Key, config: Config) -> dict[str, float]:
