@@ -1,5 +1,8 @@
 """The chunk kernel against the recurrence in float64."""
 
+import mmap
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -188,6 +191,30 @@ def test_strided_inputs_are_read_where_they_are_or_copied(op, dtype, monkeypatch
     shared = fused.tensors._replace(k=k[:, :1].expand_as(k))
     copied = shared._replace(k=shared.k.clone())
     a, b = (launch_chunks(x, fused.options, Config(), cores=1) for x in (shared, copied))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def far_apart(x: torch.Tensor) -> torch.Tensor:
+    """x with tokens 2^24 elements apart, the largest step that is not copied, in memory that is there where touched.
+
+    As much lies before it as offsets go below zero that wrap around at 2^31.
+    """
+    step, room = 2**24 - 16, 2**31
+    no_reserve = 0x4000
+    size = (room + x.shape[1] * step) * x.element_size()
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    strides = (x.shape[1] * step, step, x.shape[3], 1)
+    return torch.frombuffer(memory, dtype=x.dtype)[room:].as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that is not reserved")
+@pytest.mark.parametrize("op", OPS)
+def test_offsets_beyond_32_bits(op):
+    """What a million tokens of many heads need: 200 tokens far apart."""
+    call = make_call(T=200, HV=1, K=16, V=16, dtype=torch.float16, channel=OPS[op], l2norm=True)
+    q, k, v, *rest = call.tensors
+    far = Tensors(far_apart(q), far_apart(k), far_apart(v), *rest)
+    a, b = (launch_chunks(x, call.options, Config(), cores=1) for x in (far, call.tensors))
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
