@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
-PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+TRITON_VENV := .venv-triton
+PIP := --quiet --disable-pip-version-check
+PIP_FLAGS := $(PIP) --constraint constraints.txt
+TRITON_PIP_FLAGS := $(PIP) --constraint constraints-triton.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-kernels test-compiler compile-all lint bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,11 +21,30 @@ $(BENCH_VENV)/installed: pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[bench]'
 	touch $@
 
+# triton-ascend has wheels up to Python 3.11, and numpy 2.2 none below 3.10.
+$(TRITON_VENV)/installed: pyproject.toml constraints-triton.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 10), (3, 11)) or sys.exit("triton-ascend needs Python 3.10 or 3.11, $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % v)'
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_VENV)/bin/python -m pip install $(TRITON_PIP_FLAGS) torch
+	$(TRITON_VENV)/bin/python -m pip install $(TRITON_PIP_FLAGS) --editable '.[compile]' pytest pytest-xdist hypothesis
+	touch $@
+
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m examples.demo --out out/demo
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2
+
+# Triton's interpreter and its compiler cannot be used by one process.
+test-kernels: $(TRITON_VENV)/installed
+	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -n 2 tests/kernels
+
+test-compiler: $(TRITON_VENV)/installed
+	env -u TRITON_INTERPRET $(TRITON_VENV)/bin/python -m pytest -n 2 tests/compiler
+
+# Hours on two cores. Writes the committed table and docs/compiled.md.
+compile-all: $(TRITON_VENV)/installed
+	$(TRITON_VENV)/bin/python -m benchmarks.compiled
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -33,4 +55,4 @@ bench: $(BENCH_VENV)/installed
 	$(BENCH_VENV)/bin/python -m benchmarks.run --out benchmarks/results
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(BENCH_VENV) $(TRITON_VENV) out build dist *.egg-info

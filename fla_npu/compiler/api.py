@@ -103,7 +103,7 @@ def compile_build(
             own.close()
     assert target.target is not None and target.compiler is not None
     flags = build.compiler_flags()
-    name = cache.key(lowered.linalg, target.compiler, target.target, flags, bishengir.version())
+    name = cache.key(lowered.ttir, lowered.linalg, target.compiler, target.target, flags, bishengir.version())
     outcome = cache.load(name) if use_cache else None
     if outcome is None:
         outcome = bishengir.run(lowered.linalg, target.compiler, target.target, flags)

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,18 @@ from pathlib import Path
 from fla_npu import settings
 from fla_npu.compiler.bishengir import Outcome
 
-_FORMAT = "2"
+_FORMAT = "3"
 
 
-def key(linalg: str, binary: str, target: str, flags: Sequence[str], version: str) -> str:
-    """Name of a result: everything that the result depends on, constants and called functions by the lowered text."""
-    parts = [_FORMAT, version, binary, target, *flags, linalg]
+def key(ttir: str, linalg: str, binary: str, target: str, flags: Sequence[str], version: str) -> str:
+    """Name of a result: everything that the result depends on, constants and called functions by the lowered text.
+
+    The source lines that reports name are taken from the Triton IR: the front end gives a few operations of the Linalg
+    text one or another of two locations, by chance.
+    """
+    lines = (line for line in linalg.splitlines() if not line.startswith("#loc"))
+    bare = re.sub(r" loc\([^()]*\)", "", "\n".join(lines))
+    parts = [_FORMAT, version, binary, target, *flags, ttir, bare]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -45,11 +45,21 @@ def test_timeouts_are_not_kept(directory):
 
 
 def test_every_part_of_the_input_counts():
-    base = ("linalg", "binary", "target", ("a", "b"), "1")
+    base = ("ttir", "linalg", "binary", "target", ("a", "b"), "1")
     keys = {cache.key(*base)}
-    for position, other in enumerate(("x", "x", "x", ("a",), "x")):
+    for position, other in enumerate(("x", "x", "x", "x", ("a",), "x")):
         keys.add(cache.key(*base[:position], other, *base[position + 1 :]))
-    assert len(keys) == 6
+    assert len(keys) == 7
+
+
+def test_locations_count_in_triton_ir_only():
+    """The front end picks among locations of Linalg operations by chance."""
+    one = '#loc1 = loc("kernel.py":1:2)\n%0 = arith.constant 0.0 : f32 loc(#loc1)'
+    other = '#loc7 = loc("kernel.py":9:2)\n%0 = arith.constant 0.0 : f32 loc(#loc7)'
+    rest = ("binary", "target", (), "1")
+    assert cache.key("", one, *rest) == cache.key("", other, *rest)
+    assert cache.key(one, "", *rest) != cache.key(other, "", *rest)
+    assert cache.key("", one, *rest) != cache.key("", one.replace("0.0", "1.0"), *rest)
 
 
 def write_many(directory, count):

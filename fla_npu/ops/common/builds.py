@@ -7,6 +7,8 @@ from itertools import product
 from typing import Any
 
 from fla_npu.compiler.build import KernelBuild
+from fla_npu.compiler.table import ChunkCall
+from fla_npu.modules.kernels import conv, norm
 from fla_npu.ops.common import decode_kernel, gate_kernel
 from fla_npu.ops.common.configs import Config, default_config, pad
 from fla_npu.ops.common.launch import Shape, constants, pointers
@@ -15,6 +17,7 @@ from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.schedule import equal_schedule
 
 CHUNKED = {"chunk_gdn": "scalar", "chunk_kda": "channel"}
+PRECISIONS = ("exact", "fast")
 
 _NUMBERS = (
     "units", "whole", "T", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token",
@@ -62,7 +65,7 @@ def build_for(
     """
     if op not in CHUNKED:
         raise ValueError(f"op must be one of {', '.join(CHUNKED)}, got {op!r}")
-    if precision not in ("exact", "fast"):
+    if precision not in PRECISIONS:
         raise ValueError(f"precision must be exact or fast, got {precision!r}")
     cores = find_chip(chip).aicores
     fast = precision == "fast" and dtype != "fp32"
@@ -124,23 +127,60 @@ def build_for(
 
 def shipped(chip: str = "910B3") -> tuple[KernelBuild, ...]:
     """Every kernel and configuration that the launchers choose by default, and one of each variant of a kernel."""
+    return tuple(build for build, _ in shipped_calls(chip))
+
+
+def shipped_calls(chip: str) -> tuple[tuple[KernelBuild, ChunkCall | None], ...]:
+    """What ships, and how the chunk kernels among it are evaluated. Those that calls depend on most come first."""
     calls: list[dict[str, Any]] = [
-        {"op": op, "dtype": dtype, "precision": precision, "K": size, "V": size}
-        for op, dtype, precision, size in product(CHUNKED, ("bf16", "fp16"), ("exact", "fast"), (64, 128))
+        {"op": op, "dtype": dtype, "precision": precision}
+        for dtype, precision, op in product(("bf16", "fp16"), ("exact", "fast"), CHUNKED)
     ]
-    for op in CHUNKED:
-        calls += [
-            {"op": op, "dtype": "fp32"},
-            {"op": op, "K": 96, "V": 192},
-            {"op": op, "K": 256, "V": 256},
-            {"op": op, "K": 60, "V": 100},
-            {"op": op, "heads": 12, "qk_heads": 4, "qk_l2norm": True, "state_v_first": True, "varlen": True},
-            {"op": op, "qk_l2norm": True, "precision": "fast", "has_h0": False},
-        ]
+    # The gate of Kimi models has no bound.
     calls += [
         {"op": "chunk_kda", "lower_bound": None, "dtype": dtype, "precision": precision}
-        for dtype, precision in (("bf16", "exact"), ("bf16", "fast"), ("fp16", "exact"), ("fp32", "exact"))
+        for dtype, precision in (("bf16", "exact"), ("bf16", "fast"), ("fp16", "exact"), ("fp16", "fast"))
     ]
-    builds = {build.name: build for build in (build_for(chip=chip, **call)[0] for call in calls)}
-    small = (*gate_kernel.builds(), *decode_kernel.builds())
-    return (*builds.values(), *small)
+    calls += [{"op": op, "has_h0": False, "qk_l2norm": True} for op in CHUNKED]
+    calls += [
+        {"op": op, "heads": 32, "qk_heads": 16, "qk_l2norm": True, "state_v_first": True, "varlen": True}
+        for op in CHUNKED
+    ]
+    calls += [
+        {"op": "chunk_kda", "lower_bound": None, "qk_l2norm": True, "state_v_first": True, "varlen": True},
+        {"op": "chunk_kda", "lower_bound": None, "qk_l2norm": True, "has_h0": False},
+    ]
+    # More heads than cores by a few: a launch with whole units and tiles, which is two chunk loops.
+    tiled = {"heads": find_chip(chip).aicores + 4, "config": Config(tile=64)}
+    calls += [{"op": op, **tiled} for op in CHUNKED]
+    calls += [{"op": op, "dtype": "fp32"} for op in CHUNKED]
+    calls += [
+        {"op": op, "dtype": dtype, "precision": precision, "K": 64, "V": 64}
+        for dtype, precision, op in product(("bf16", "fp16"), ("exact", "fast"), CHUNKED)
+    ]
+    calls += [{"op": op, "K": 256, "V": 256, "precision": precision} for precision in PRECISIONS for op in CHUNKED]
+    calls += [{"op": op, "K": K, "V": V} for K, V in ((96, 192), (60, 100)) for op in CHUNKED]
+    calls += [{"op": op, "qk_l2norm": True, "precision": "fast", "has_h0": False, "varlen": True} for op in CHUNKED]
+    calls += [
+        {"op": "chunk_kda", "lower_bound": None, "dtype": "fp32"},
+        {"op": "chunk_kda", "lower_bound": None, "K": 64, "V": 64},
+        {"op": "chunk_kda", "lower_bound": None, "K": 256, "V": 256},
+    ]
+    found: dict[str, tuple[KernelBuild, ChunkCall | None]] = {}
+    for call in calls:
+        build, scalars, arrays, grid = build_for(chip=chip, **call)
+        K, V, dtype = call.get("K", 128), call.get("V", 128), call.get("dtype", "bf16")
+        plain = set(call) <= {"op", "dtype", "precision", "lower_bound"} and dtype != "fp32"
+        scalars["heads"] = call.get("heads", 32)
+        found[build.name] = (
+            build,
+            ChunkCall(call["op"], dtype, K, V, scalars, arrays, grid, call.get("has_h0", True), launches=plain),
+        )
+    small = (
+        *gate_kernel.builds(),
+        *gate_kernel.norms_builds(),
+        *decode_kernel.builds(),
+        *conv.builds(),
+        *norm.builds(),
+    )
+    return (*found.values(), *((build, None) for build in small))

@@ -18,6 +18,14 @@ class Config:
     limit_auto_multi_buffer_only_for_local_buffer: bool | None = None
     unit_flag: bool | None = None
 
+    def __post_init__(self) -> None:
+        if self.chunk not in (16, 32, 64):
+            raise ValueError(f"chunk must be 16, 32 or 64, got {self.chunk}")
+        if self.width not in (16, 32, 64, 128):
+            raise ValueError(f"width must be 16, 32, 64 or 128, got {self.width}")
+        if self.tile not in (0, 16, 32, 64) or self.tile >= self.width:
+            raise ValueError(f"tile must be 0 or a power of two from 16 on below width {self.width}, got {self.tile}")
+
     @property
     def tiles(self) -> tuple[int, ...]:
         """What the schedule may choose from."""
@@ -42,6 +50,9 @@ class Config:
 def default_config(op: str, chip: str, K: int, V: int, dtype: str, fast: bool) -> Config:
     """The configuration that ships for a shape class."""
     width = min(128, tile_size(V))
+    if op == "chunk_kda" and K > HALF:
+        # Two halves of the state with decays of their own: larger tiles do not fit on core (docs/compiled.md).
+        return Config(chunk=32, width=min(width, 64))
     return Config(width=width)
 
 

@@ -466,3 +466,26 @@ def builds() -> list[KernelBuild]:
             )
         )
     return found
+
+
+def norms_builds() -> list[KernelBuild]:
+    """What the compile test covers of `norms_kernel`."""
+    found = []
+    for dtype, H, K, C, packed in (
+        ("bf16", 16, 128, 64, True),
+        ("fp16", 8, 256, 32, False),
+        ("fp32", 4, 96, 64, False),
+    ):
+        numbers = ("N", "T", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "rows", "rest")
+        signature = {"q": f"*{dtype}", "k": f"*{dtype}", "out": "*fp32", **dict.fromkeys(numbers, "i32")}
+        fixed: dict[str, int | float | bool | str | None] = {"H": H, "K": K, "BK": tile_size(K), "C": C}
+        found.append(
+            KernelBuild(
+                name=f"norms-{dtype}-H{H}-K{K}-C{C}{'-packed' if packed else ''}",
+                kernel=f"{__name__}:norms_kernel",
+                signature=signature | ({"cu_seqlens": "*i64"} if packed else {}),
+                constants=fixed | {"VARLEN": packed} | ({} if packed else {"cu_seqlens": None}),
+                options=OPTIONS,
+            )
+        )
+    return found
