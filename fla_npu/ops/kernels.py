@@ -18,7 +18,7 @@ from fla_npu import settings
 from fla_npu.ops.autograd import Result, gradients_wanted, with_gradients
 from fla_npu.ops.checks import StatePool
 from fla_npu.ops.common.configs import default_config, pad
-from fla_npu.ops.problem import Bounds, Problem
+from fla_npu.ops.problem import Bounds, Problem, Tensors
 from fla_npu.planner.chips import chip as find_chip
 
 WIDEST_HEAD = 256
@@ -161,10 +161,15 @@ def run(op: str, problem: Problem) -> Result:
     return with_gradients(forward, problem) if gradients_wanted(problem.tensors) else forward(problem)
 
 
+def _plain(problem: Problem) -> Problem:
+    """The call with tensors that are in memory what they are: kernels see no lazy negation."""
+    return problem._replace(tensors=Tensors(*(None if x is None else x.resolve_neg() for x in problem.tensors)))
+
+
 def _chunks(op: str, problem: Problem) -> Result:
     from fla_npu.ops.common.segments import launch_balanced
 
-    tensors, options, bounds = problem
+    tensors, options, bounds = _plain(problem)
     device, dtype = tensors.v.device, tensors.v.dtype
     fast = precision() == "fast" and dtype != torch.float32
     config = default_config(op, _chip(device), pad(tensors.q.shape[3]), pad(tensors.v.shape[3]), _DTYPES[dtype], fast)
@@ -177,7 +182,7 @@ def _chunks(op: str, problem: Problem) -> Result:
 def _tokens(problem: Problem) -> Result:
     from fla_npu.ops.common.decode_kernel import launch_recurrent
 
-    tensors, options, bounds = problem
+    tensors, options, bounds = _plain(problem)
     with _current(tensors.v.device):
         return (*launch_recurrent(tensors, options, _on(tensors.v.device, bounds)), None)
 
@@ -188,7 +193,16 @@ def update_states(
     """Run a call of `fused_recurrent_kda_fwd`; arguments and results as those of `pool.recurrent_in_place`."""
     from fla_npu.ops.common.decode_kernel import launch_recurrent
 
-    tensors, options, bounds = problem
+    states = problem.tensors.initial_state
+    if inplace and states is not None:
+        shared = any(step == 0 and size > 1 for size, step in zip(states.shape, states.stride(), strict=True))
+        if shared or states.is_neg():
+            raise ValueError(
+                "initial_state must have a place in memory for every element to be updated in place, "
+                f"got a tensor of shape {tuple(states.shape)} with strides {states.stride()}"
+                + (" and a lazy negation" if states.is_neg() else "")
+            )
+    tensors, options, bounds = _plain(problem)
     device = tensors.v.device
     direct = out is not None and _takes_results(out, problem)
     slots = (None, None) if pool is None else (pool.indices, pool.accepted)
@@ -225,7 +239,7 @@ def _on(device: torch.device, bounds: Any) -> torch.Tensor | None:
     if bounds is None:
         return None
     assert isinstance(bounds, Bounds), "what checks.py makes"
-    return bounds.tensor.to(device, torch.int64, non_blocking=True)
+    return bounds.tensor.to(device, torch.int64, non_blocking=True).contiguous()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fla_npu.ops import dispatch, kernels
-from fla_npu.ops.common import decode_kernel, gate_kernel, launch
+from fla_npu.ops.common import decode_kernel, gate_kernel, launch, segments
 from fla_npu.ops.dispatch import explain, use_implementation, use_precision
+from fla_npu.ops.gated_delta_rule import chunk_gated_delta_rule
 from fla_npu.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 from fla_npu.testing import nmse
 from tests.ops.calls import CHUNKED, OPS, assert_accurate, expected, make_call, run
@@ -87,13 +88,13 @@ def test_fast_is_less_exact(op: str):
 @pytest.mark.parametrize("op", CHUNKED)
 def test_a_compiled_call_runs_the_kernels(op: str, monkeypatch: pytest.MonkeyPatch):
     launched = []
-    original = launch.launch_chunks
+    original = segments.launch_balanced
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         launched.append(op)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(launch, "launch_chunks", spy)
+    monkeypatch.setattr(segments, "launch_balanced", spy)
     call = make_call(op, T=20)
     compiled = torch.compile(OPS[op], backend="eager", fullgraph=True)
     with use_implementation("triton"):
@@ -198,3 +199,58 @@ def test_a_pool_that_is_only_read():
 
 def test_the_table_starts_with_the_kernels():
     assert [one.name for one in dispatch.IMPLEMENTATIONS] == ["triton", "eager", "reference"]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_thread_does_not_matter(default):
+    from fla_npu.ops.common.launch import flags, no_state
+
+    flags.cache_clear()
+    no_state.cache_clear()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 16, dtype=torch.float32) for _ in range(3))
+    g, beta = -torch.rand(1, 40, 2, dtype=torch.float32), torch.rand(1, 40, 2, dtype=torch.float32)
+    arguments = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    with use_implementation("triton"):
+        wanted = chunk_gated_delta_rule(q, k, v, g, beta, **arguments)
+        flags.cache_clear()
+        no_state.cache_clear()
+        torch.set_default_dtype(default)
+        try:
+            found = chunk_gated_delta_rule(q, k, v, g, beta, **arguments)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, y)
+
+
+def test_lazily_negated_tensors_are_read_with_their_sign():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
+    g, beta = -torch.rand(1, 20, 2), torch.rand(1, 20, 2)
+    with use_implementation("triton"):
+        wanted, _ = chunk_gated_delta_rule(-q, k, v, g, beta)
+        found, _ = chunk_gated_delta_rule(torch._neg_view(q), k, v, g, beta)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_bounds_may_lie_apart_in_memory(l2norm):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
+    g, beta = -torch.rand(1, 20, 2), torch.rand(1, 20, 2)
+    bounds = torch.tensor([0, 9, 3, 9, 20, 9])[::2]
+    arguments = {"use_qk_l2norm_in_kernel": l2norm, "scale": 0.25}
+    with use_implementation("triton"):
+        found, _ = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=bounds, **arguments)
+        wanted, _ = chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=bounds.contiguous(), **arguments)
+    assert torch.equal(found, wanted)
+
+
+def test_states_that_share_memory_are_not_updated_in_place():
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 1, 2, 16) for _ in range(4))
+    beta = torch.rand(2, 1, 2)
+    states = torch.zeros(1, 2, 16, 16).expand(2, 2, 16, 16)
+    with use_implementation("triton"), pytest.raises(ValueError, match="initial_state"):
+        fused_recurrent_kda_fwd(q, k, v, -g.abs(), beta, initial_state=states, inplace_final_state=True)

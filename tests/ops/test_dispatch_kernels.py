@@ -183,7 +183,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         state = torch.zeros(N, tensors.v.shape[2], *sides, device=tensors.v.device)
         return torch.zeros_like(tensors.v), state if options.output_final_state else None
 
-    def launch_chunks(tensors: Any, options: Any, config: Any, **arguments: Any) -> Any:
+    def launch_balanced(tensors: Any, options: Any, config: Any, **arguments: Any) -> Any:
         seen.append(Launch(kind="chunks", config=config, **arguments))
         return results(tensors, options)
 
@@ -193,7 +193,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         o = o if arguments.get("out") is None else arguments["out"].copy_(o)
         return o, tensors.initial_state if arguments.get("inplace") else state
 
-    for name, launch in (("launch", launch_chunks), ("decode_kernel", launch_recurrent)):
+    for name, launch in (("segments", launch_balanced), ("decode_kernel", launch_recurrent)):
         module = SimpleNamespace(**{launch.__name__: launch})
         monkeypatch.setitem(sys.modules, f"fla_npu.ops.common.{name}", module)  # type: ignore[arg-type]
 

@@ -82,15 +82,16 @@ def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 @lru_cache(maxsize=64)
 def no_state(K: int, V: int, device: torch.device) -> torch.Tensor:
     """One state of zeros, for sequences that start without one."""
-    return torch.zeros(K, V, device=device)
+    return torch.zeros(K, V, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
 def flags(chunk: int, device: torch.device) -> torch.Tensor:
     """Row flags per level of the scores, `[levels, 1 + chunk, chunk]`: row 0 is 1 in the upper half of each block of
     `chunk >> level` rows and -1 in the lower, row 1 + b is 1 in block b and 0 elsewhere."""
-    row = torch.arange(chunk)
-    table = torch.zeros(chunk.bit_length(), 1 + chunk, chunk)
+    # On the host and in float32, whatever the defaults of this thread are.
+    row = torch.arange(chunk, device="cpu")
+    table = torch.zeros(chunk.bit_length(), 1 + chunk, chunk, dtype=torch.float32, device="cpu")
     for level in range(chunk.bit_length()):
         size = chunk >> level
         table[level, 0] = torch.where(row % size * 2 >= size, 1.0, -1.0)
@@ -141,7 +142,7 @@ def launch_chunks(
     state = (VP, KP) if options.state_v_first else (KP, VP)
     ht = None
     if options.output_final_state:
-        ht = torch.empty(N, HV, *state, device=device)
+        ht = torch.empty(N, HV, *state, dtype=torch.float32, device=device)
         if cu_seqlens is not None or T == 0:
             # The kernel writes the states of sequences with tokens.
             ht.copy_(h0) if h0 is not None else ht.zero_()

@@ -87,16 +87,16 @@ def launch_segments(
     _, C = launch(packed._replace(initial_state=None))
     # One row of zeros stands for the values of all tokens.
     nothing = torch.zeros(1, 1, 1, K, dtype=tensors.v.dtype, device=device).expand(1, B * T, HV, K)
-    eye = torch.eye(K, device=device).expand(len(lengths), HV, K, K)
+    eye = torch.eye(K, dtype=torch.float32, device=device).expand(len(lengths), HV, K, K)
     _, M = launch(packed._replace(v=nothing, initial_state=eye))
 
     h0 = tensors.initial_state
     if h0 is not None and options.state_v_first:
         h0 = h0.transpose(2, 3)
-    starts = torch.empty(len(lengths), HV, K, V, device=device)
+    starts = torch.empty(len(lengths), HV, K, V, dtype=torch.float32, device=device)
     segment = 0
     for n, sequence in enumerate(segments):
-        S = torch.zeros(HV, K, V, device=device) if h0 is None else h0[n].float()
+        S = torch.zeros(HV, K, V, dtype=torch.float32, device=device) if h0 is None else h0[n].float()
         for _ in sequence:
             starts[segment] = S
             S = torch.baddbmm(C[segment], M[segment], S)
@@ -107,7 +107,7 @@ def launch_segments(
     # A sequence without segments keeps its state.
     last = [end - 1 for end in accumulate(len(sequence) for sequence in segments)]
     states = [
-        final[at] if sequence else (torch.zeros(HV, K, V, device=device) if h0 is None else h0[n].float())
+        final[at] if sequence else (torch.zeros(HV, K, V, dtype=torch.float32, device=device) if h0 is None else h0[n].float())
         for n, (at, sequence) in enumerate(zip(last, segments, strict=True))
     ]
     S = torch.stack(states)
