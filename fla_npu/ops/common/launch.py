@@ -163,12 +163,14 @@ def launch_chunks(
         delta_rule_kernel[(cores,)](
             q, k, v, gates.c, gates.beta, gates.strong, norms,
             no_state(KP, VP, device) if h0 is None else h0, o, ht,
-            identity(fixed["EYE"], q.dtype, device), eye, flags(config.chunk, device), flags(STRONG, device), cu_seqlens,
+            identity(fixed["EYE"], q.dtype, device), eye, flags(config.chunk, device), flags(STRONG, device),
+            cu_seqlens,
             None if order is None else torch.frombuffer(order.bounds, dtype=torch.int32).to(device, non_blocking=True),
             None if order is None else torch.frombuffer(order.ids, dtype=torch.int32).to(device, non_blocking=True),
             plan.split.units, plan.split.whole, T,
             q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-            v.stride(0), v.stride(1), v.stride(2), o.stride(0), gates.beta.shape[-1], gates.beta.numel(), B * H * gates.beta.shape[-1], options.scale,
+            v.stride(0), v.stride(1), v.stride(2), o.stride(0),
+            gates.beta.shape[-1], gates.beta.numel(), B * H * gates.beta.shape[-1], options.scale,
             **fixed, **launch_options(**config.options()),
         )  # fmt: skip
     if ht is not None and (KP, VP) != (K, V):

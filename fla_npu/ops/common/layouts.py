@@ -1,12 +1,14 @@
-"""Where the tiles of a chunk live: which cross between the vector and the matrix units, in which layout, and where that
-layout is made. One table for the kernel (`tiles.py`, `chunk_kernel.py` follow it), its documentation (`docs/kernels.md`)
-and the compile test, which compares it with the hand-offs in the vendor compiler's program. No triton.
+"""Where the tiles of a chunk live: which cross between the vector and the matrix units, in which layout, and where
+that layout is made. One table for the kernel (`tiles.py` and `chunk_kernel.py` follow it), its documentation
+(`docs/kernels.md`) and the compile test, which compares it with the hand-offs in the vendor compiler's program.
+No triton.
 
-Layouts: `dense` is row-major, as vector units and global memory have it; `blocked` is 16 rows of 32 bytes at a time, as
-the matrix unit reads its operands. Tiles change layout where a copy passes anyhow, never by an instruction of their own:
+Layouts: `dense` is row-major, as vector units and global memory have it; `blocked` is 16 rows of 32 bytes at a time,
+as the matrix unit reads its operands. Tiles change layout where a copy passes anyhow, never by an instruction of their
+own:
 
-* dense -> blocked on the way from global memory into L1 (`nd2nz`), transposed operands included: `tl.trans` of an operand
-  of `tl.dot` becomes a flag of the product, while a transposed load would be a gather;
+* dense -> blocked on the way from global memory into L1 (`nd2nz`), transposed operands included: `tl.trans` of an
+  operand of `tl.dot` becomes a flag of the product, while a transposed load would be a gather;
 * blocked -> dense on the way out of the accumulators (`fixpipe`), where float32 also becomes 16 bits if the next
   product takes 16 bits.
 

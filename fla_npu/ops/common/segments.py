@@ -75,6 +75,8 @@ def launch_segments(
     device = tensors.v.device
     packed = tensors.map_tokens(lambda x: x.reshape(1, B * T, *x.shape[2:]))
     lengths = [length for sequence in segments for length in sequence]
+    if sum(lengths) != B * T:
+        raise ValueError(f"segments must have {B * T} tokens together, got {sum(lengths)}")
     bounds = torch.tensor([0, *accumulate(lengths)], device=device)
 
     inner = replace(options, output_final_state=True, state_v_first=False)
@@ -90,28 +92,28 @@ def launch_segments(
     eye = torch.eye(K, dtype=torch.float32, device=device).expand(len(lengths), HV, K, K)
     _, M = launch(packed._replace(v=nothing, initial_state=eye))
 
-    h0 = tensors.initial_state
-    if h0 is not None and options.state_v_first:
-        h0 = h0.transpose(2, 3)
+    S = tensors.initial_state
+    if S is None:
+        S = torch.zeros(len(segments), HV, K, V, dtype=torch.float32, device=device)
+    elif options.state_v_first:
+        S = S.transpose(2, 3)
+    states = list(S.float())
     starts = torch.empty(len(lengths), HV, K, V, dtype=torch.float32, device=device)
     segment = 0
     for n, sequence in enumerate(segments):
-        S = torch.zeros(HV, K, V, dtype=torch.float32, device=device) if h0 is None else h0[n].float()
         for _ in sequence:
-            starts[segment] = S
-            S = torch.baddbmm(C[segment], M[segment], S)
+            starts[segment] = states[n]
+            states[n] = torch.baddbmm(C[segment], M[segment], states[n])
             segment += 1
     o, final = launch(packed._replace(initial_state=starts))
+    o = o.view(B, T, HV, V)
     if not options.output_final_state:
-        return o.view(B, T, HV, V), None
-    # A sequence without segments keeps its state.
-    last = [end - 1 for end in accumulate(len(sequence) for sequence in segments)]
-    states = [
-        final[at] if sequence else (torch.zeros(HV, K, V, dtype=torch.float32, device=device) if h0 is None else h0[n].float())
-        for n, (at, sequence) in enumerate(zip(last, segments, strict=True))
-    ]
+        return o, None
+    for n, end in enumerate(accumulate(len(sequence) for sequence in segments)):
+        if segments[n]:
+            states[n] = final[end - 1]
     S = torch.stack(states)
-    return o.view(B, T, HV, V), S.transpose(2, 3).contiguous() if options.state_v_first else S
+    return o, S.transpose(2, 3).contiguous() if options.state_v_first else S
 
 
 @lru_cache(maxsize=256)
