@@ -163,7 +163,8 @@ def run(op: str, problem: Problem) -> Result:
 
 def _plain(problem: Problem) -> Problem:
     """The call with tensors that are in memory what they are: kernels see no lazy negation."""
-    return problem._replace(tensors=Tensors(*(None if x is None else x.resolve_neg() for x in problem.tensors)))
+    plain = [None if x is None else x.resolve_neg() for x in problem.tensors]
+    return problem._replace(tensors=Tensors(*plain))  # type: ignore[arg-type]
 
 
 def _chunks(op: str, problem: Problem) -> Result:
