@@ -17,7 +17,8 @@ import torch
 from fla_npu import settings
 from fla_npu.ops.autograd import Result, gradients_wanted, with_gradients
 from fla_npu.ops.checks import StatePool
-from fla_npu.ops.common.configs import default_config, pad
+from fla_npu.ops.common.configs import pad
+from fla_npu.ops.common.tune import config_for
 from fla_npu.ops.problem import Bounds, Problem, Tensors
 from fla_npu.planner.chips import chip as find_chip
 
@@ -128,6 +129,8 @@ def call_refusal(op: str, problem: Problem) -> str | None:
     """Why the kernels do not take a call, or None."""
     tensors, options, _ = problem
     K, V = tensors.q.shape[3], tensors.v.shape[3]
+    if any(x is not None and type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for x in tensors):
+        return "the kernels read memory, which tensors that stand for others (fake, distributed) need not have"
     if any(x is not None and x.dtype == torch.float64 for x in tensors):
         return "the kernels do not compute in float64"
     if K > WIDEST_HEAD:
@@ -173,7 +176,21 @@ def _chunks(op: str, problem: Problem) -> Result:
     tensors, options, bounds = _plain(problem)
     device, dtype = tensors.v.device, tensors.v.dtype
     fast = precision() == "fast" and dtype != torch.float32
-    config = default_config(op, _chip(device), pad(tensors.q.shape[3]), pad(tensors.v.shape[3]), _DTYPES[dtype], fast)
+    T, HV = tensors.v.shape[1:3]
+    N = tensors.v.shape[0] if bounds is None else len(bounds) - 1
+    config = config_for(
+        op,
+        _chip(device),
+        pad(tensors.q.shape[3]),
+        pad(tensors.v.shape[3]),
+        _DTYPES[dtype],
+        fast,
+        heads=HV,
+        sequences=N,
+        length=T // max(N, 1),
+        cores=find_chip(_chip(device)).aicores,
+        bounded=options.decay == "scalar" or options.gate == "bounded",
+    )
     lengths = problem.lengths if isinstance(bounds, Bounds) and bounds.known else None
     with _current(device):
         o, final = launch_balanced(tensors, options, config, cu_seqlens=_on(device, bounds), lengths=lengths, fast=fast)

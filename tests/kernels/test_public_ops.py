@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fla_npu.errors import ImplementationError
 from fla_npu.ops import dispatch, kernels
 from fla_npu.ops.common import decode_kernel, gate_kernel, launch, segments
 from fla_npu.ops.dispatch import explain, use_implementation, use_precision
@@ -254,3 +255,12 @@ def test_states_that_share_memory_are_not_updated_in_place():
     states = torch.zeros(1, 2, 16, 16).expand(2, 2, 16, 16)
     with use_implementation("triton"), pytest.raises(ValueError, match="initial_state"):
         fused_recurrent_kda_fwd(q, k, v, -g.abs(), beta, initial_state=states, inplace_final_state=True)
+
+
+def test_fake_tensors_are_not_handed_to_kernels():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), use_implementation("triton"):
+        q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
+        with pytest.raises(ImplementationError, match="stand for others"):
+            chunk_gated_delta_rule(q, k, v, -torch.rand(1, 20, 2), torch.rand(1, 20, 2))

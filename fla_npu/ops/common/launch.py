@@ -159,14 +159,15 @@ def launch_chunks(
             has_ht=ht is not None, varlen=cu_seqlens is not None, table=plan.order is not None,
         )  # fmt: skip
         eye = identity(fixed["EYE"], torch.float32, device)
-        order = plan.order
+        # Copied before the arrays go: such memory is not pinned, so the copy does not wait for the device's work.
+        order = () if plan.order is None else (plan.order.bounds, plan.order.ids)
+        tables = [torch.frombuffer(numbers, dtype=torch.int32).to(device) for numbers in order] or [None, None]
         delta_rule_kernel[(cores,)](
             q, k, v, gates.c, gates.beta, gates.strong, norms,
             no_state(KP, VP, device) if h0 is None else h0, o, ht,
             identity(fixed["EYE"], q.dtype, device), eye, flags(config.chunk, device), flags(STRONG, device),
             cu_seqlens,
-            None if order is None else torch.frombuffer(order.bounds, dtype=torch.int32).to(device, non_blocking=True),
-            None if order is None else torch.frombuffer(order.ids, dtype=torch.int32).to(device, non_blocking=True),
+            *tables,
             plan.split.units, plan.split.whole, T,
             q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
             v.stride(0), v.stride(1), v.stride(2), o.stride(0),
@@ -193,5 +194,8 @@ def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _state(h: torch.Tensor, K: int, V: int, v_first: bool) -> torch.Tensor:
+    """h in float32, contiguous and padded; itself if it is."""
     rows, columns = (V, K) if v_first else (K, V)
-    return F.pad(h.float(), (0, columns - h.shape[3], 0, rows - h.shape[2])).contiguous()
+    if h.shape[2:] != (rows, columns):
+        h = F.pad(h, (0, columns - h.shape[3], 0, rows - h.shape[2]))
+    return h.float().contiguous()
