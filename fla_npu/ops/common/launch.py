@@ -160,8 +160,10 @@ def launch_chunks(
         )  # fmt: skip
         eye = identity(fixed["EYE"], torch.float32, device)
         # Copied before the arrays go: such memory is not pinned, so the copy does not wait for the device's work.
-        order = () if plan.order is None else (plan.order.bounds, plan.order.ids)
-        tables = [torch.frombuffer(numbers, dtype=torch.int32).to(device) for numbers in order] or [None, None]
+        tables: tuple[torch.Tensor | None, ...] = (None, None)
+        if plan.order is not None:
+            order = (plan.order.bounds, plan.order.ids)
+            tables = tuple(torch.frombuffer(numbers, dtype=torch.int32).to(device) for numbers in order)
         delta_rule_kernel[(cores,)](
             q, k, v, gates.c, gates.beta, gates.strong, norms,
             no_state(KP, VP, device) if h0 is None else h0, o, ht,
