@@ -5,6 +5,7 @@ Writes `fla_npu/compiler/shipped.json` and `docs/compiled.md` as results come. W
 
 import datetime
 import queue
+import re
 import threading
 import time
 from pathlib import Path
@@ -83,17 +84,19 @@ def document(found: dict) -> str:
 
 @click.command()
 @click.option("--chip", "chips", multiple=True, default=CHIPS, show_default=True, help="Chip, repeatable.")
-@click.option("--only", default="", help="Kernels whose name contains this.")
+@click.option("--only", default="", help="Kernels whose name this regular expression finds.")
+@click.option("--missing", is_flag=True, help="Only what the table has no row of.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Compilers at a time.")
 @click.option("--minutes", type=float, default=float("inf"), help="Start nothing new after this time.")
-def main(chips: tuple[str, ...], only: str, jobs: int, minutes: float) -> None:
+def main(chips: tuple[str, ...], only: str, missing: bool, jobs: int, minutes: float) -> None:
     path = ROOT / "fla_npu" / "compiler" / "shipped.json"
     everything = work(CHIPS)
     old = table.load() if path.exists() else {"rows": []}
+    known = set(table.by_key(old)) if missing else set()
     todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
-    for item in everything:
-        if item[2] in chips and only in item[0].name:
-            todo.put(item)
+    for build, call, chip in everything:
+        if chip in chips and re.search(only, build.name) and (build.name, chip) not in known:
+            todo.put((build, call, chip))
     end = time.monotonic() + 60 * minutes
     rows: list[dict] = []
     lock = threading.Lock()

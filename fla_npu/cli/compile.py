@@ -19,6 +19,9 @@ CHIPS = ("910B3", "910B1", "910_9382", "950")
 @click.command("compile")
 @click.option("--op", help="Op to compile, such as chunk_gdn or chunk_kda.")
 @click.option("--all", "everything", is_flag=True, help="Compile every kernel that ships, and print one table.")
+@click.option(
+    "--table", "committed", is_flag=True, help="Print the table that comes with the package; compiles nothing."
+)
 @click.option("--chip", "chips", multiple=True, help="Chip, repeatable.  [default: 910B3; with --all four chips]")
 @click.option("--heads", type=click.IntRange(min=1), default=32, show_default=True, help="Value heads.")
 @click.option("--seq", type=click.IntRange(min=1), default=8192, show_default=True, help="Tokens.")
@@ -37,6 +40,7 @@ CHIPS = ("910B3", "910B1", "910_9382", "950")
 def compile_command(
     op: str | None,
     everything: bool,
+    committed: bool,
     chips: tuple[str, ...],
     heads: int,
     seq: int,
@@ -53,12 +57,16 @@ def compile_command(
 ) -> None:
     """Compile kernels for a chip with the vendor's compiler, on any x86-64 machine.
 
-    Exits with 0 when every kernel compiles and passes its checks, with 1 otherwise.
+    Exits with 0 when every kernel compiles and passes its checks, with 1 otherwise; --table always with 0.
     """
-    if everything == (op is not None):
-        raise CommandError("give either --op or --all", "for example: fla-npu compile --op chunk_gdn --chip 910B3")
+    if everything + committed + (op is not None) != 1:
+        raise CommandError(
+            "give one of --op, --all and --table", "for example: fla-npu compile --op chunk_gdn --chip 910B3"
+        )
     try:
-        if everything:
+        if committed:
+            ok = _table(chips, as_json)
+        elif everything:
             ok = _all(chips or CHIPS, as_json, save_ir, jobs, not no_cache)
         else:
             shape = {
@@ -109,6 +117,19 @@ def _one(op: str, chip: str, shape: dict[str, Any], as_json: bool, save_ir: Path
             click.echo(f"  the whole launch: grid {grid}, {', '.join(f'{k} {v}' for k, v in scalars.items())}")
             click.echo("\n".join(f"    {line}" for line in totals_text(totals)))
     return report.ok
+
+
+def _table(chips: Sequence[str], as_json: bool) -> bool:
+    from fla_npu.compiler import table
+    from fla_npu.planner.chips import chip
+
+    found, names = table.load(), {chip(name).name for name in chips}
+    rows = [row for row in found["rows"] if not names or row["chip"] in names]
+    if as_json:
+        click.echo(json.dumps({**found, "rows": rows}))
+    else:
+        click.echo(table.text({**found, "rows": rows}), nl=False)
+    return True
 
 
 def _all(chips: Sequence[str], as_json: bool, save_ir: Path | None, jobs: int, use_cache: bool) -> bool:

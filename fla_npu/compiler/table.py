@@ -74,6 +74,8 @@ def row(compiled: Compiled, call: ChunkCall | None, date: str) -> dict[str, Any]
         "workspace_bytes": report.workspace,
     }
     if call is None:
+        if report.chunk is not None:
+            found["task"] = _chunk(report.chunk)
         return found
     found["hand_offs"] = dict(Counter(hand_off.kind for hand_off in compiled.hand_offs() if hand_off.kind != "none"))
     try:
@@ -166,7 +168,7 @@ def figures(found: Row) -> dict[str, int]:
     if "workspace_bytes" in found:
         numbers["workspace of a program"] = found["workspace_bytes"]
         numbers["scalar loops in the chunk loop"] = found["scalar_loops"]
-    for kind in ("chunk", "strong_chunk", "tiled_chunk"):
+    for kind in ("chunk", "strong_chunk", "tiled_chunk", "task"):
         if kind in found:
             chunk, of = found[kind], f"of a {kind.replace('_', ' ')}"
             numbers |= {
@@ -255,6 +257,16 @@ def cells(found: Row) -> list[tuple[str, ...]]:
     return lines
 
 
+def _small_cells(found: Row) -> tuple[str, ...]:
+    """The row of a kernel on the vector cores; quantities are those of its innermost loop over tasks."""
+    numbers = ["-"] * 3
+    if "task" in found:
+        task = found["task"]
+        sizes = (sum(task["read_bytes"].values()), sum(task["written_bytes"].values()), task["vector_elements"])
+        numbers = [f"{n:,}" for n in sizes]
+    return (found["name"], cells(found)[0][1], *numbers, verdict(found))
+
+
 def markdown_table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     rows = [list(heads), *(list(line) for line in lines)]
     rows.insert(1, ["---"] * len(rows[0]))
@@ -286,10 +298,10 @@ def text(table: Mapping[str, Any], chips: Sequence[str] = ()) -> str:
             parts.append(markdown_table(*_launch_table(launches)))
         small = [found for found in rows if found not in loops]
         if small:
-            parts.append("Kernels on the vector cores:")
+            parts.append("Kernels on the vector cores, of one round of the loop over tasks (or tokens):")
             parts.append(
                 markdown_table(
-                    ("kernel", "UB", "result"), ((found["name"], cells(found)[0][1], verdict(found)) for found in small)
+                    ("kernel", "UB", "in", "out", "vector elements", "result"), (_small_cells(found) for found in small)
                 )
             )
     return "\n\n".join(parts) + "\n"

@@ -1,6 +1,7 @@
 """`fla-npu compile` where the compilers are missing, or are not reached."""
 
 import importlib.metadata
+import json
 
 import pytest
 from click.testing import CliRunner
@@ -41,11 +42,20 @@ def test_commands_say_so_without_a_traceback(no_extra):
     assert done.exception is None or isinstance(done.exception, SystemExit)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--op", "chunk_gdn", "--all"]])
-def test_one_of_op_and_all(arguments):
+@pytest.mark.parametrize("arguments", [[], ["--op", "chunk_gdn", "--all"], ["--all", "--table"]])
+def test_one_of_op_and_all_and_table(arguments):
     done = CliRunner().invoke(main, ["compile", *arguments])
     assert done.exit_code == 1
-    assert "give either --op or --all" in done.stderr
+    assert "give one of --op, --all and --table" in done.stderr
+
+
+def test_the_committed_table_needs_no_extra(no_extra):
+    done = CliRunner().invoke(main, ["compile", "--table", "--chip", "Ascend910B3"])
+    assert done.exit_code == 0
+    assert "## 910B3" in done.stdout and "## 910B1" not in done.stdout
+    as_json = CliRunner().invoke(main, ["compile", "--table", "--json"])
+    rows = json.loads(as_json.stdout)["rows"]
+    assert {row["chip"] for row in rows} >= {"910B3", "910B1", "910_9382"}
 
 
 @pytest.mark.parametrize(
