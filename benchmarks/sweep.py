@@ -118,12 +118,10 @@ def grid(chips: Iterable[str], full: bool = False) -> list[Case]:
         for K, op, precision, chunk, width in product(
             SIZES, tune.OPS, ("exact", "fast"), tune.CHUNKS[::-1], tune.WIDTHS[::-1]
         ):
-            if width <= K and (K < 256 or full or (chunk > 16 and width > 32)):
-                cases.append(Case(op, name, precision, "bf16", K, K, Config(chunk=chunk, width=width)))
-        for op in tune.OPS:
-            # Beyond what is tuned over: it tells the buffer model where programs stop fitting.
-            for K, width in ((64, 32), (128, 128)) if not full else ((64, 32), (128, 128), (128, 32), (256, 32)):
-                cases.append(Case(op, name, "exact", "bf16", K, K, Config(chunk=128, width=width)))
+            # With K = 256 few fit; for KDA the compiler takes minutes to find that chunks of 64 do not.
+            few = chunk == 32 or (chunk == 64 and width > 32 and op == "chunk_gdn")
+            if K < 256 or full or few:
+                cases.append(Case(op, name, precision, "bf16", K, max(K, width), Config(chunk=chunk, width=width)))
         cases.append(Case("chunk_kda", name, "exact", "bf16", 128, 128, Config(), bounded=False))
         for op in tune.OPS if full else ():
             for chunk, width in ((64, 128), (64, 64), (64, 32), (32, 128), (16, 128)):
@@ -377,6 +375,8 @@ def ship(table: list[Mapping], trials: list[Mapping]) -> dict:
     usable = usable_by(trials)
     rows = []
     for family, chip in CHIP_OF.items():
+        if not any(row["chip"] == chip for row in table):
+            continue
         cores = find_chip(chip).aicores
         for op, precision, K, V in product(tune.OPS, tune.PRECISIONS, sorted(SIZES), tune.WIDTHS):
             compiled = sized(table, chip, op, precision, K) or sized(table, chip, op, "exact", K)
@@ -426,7 +426,8 @@ def buffer_model(table: Iterable[Mapping]) -> dict:
     """Per op and memory: coefficients of `tune.features` by least squares, none negative; the margin that lets through
     all that compiled; the relative error where the need is known, and at how many points."""
     found: dict[str, dict] = {}
-    plain = [row for row in table if row["kind"] == "compiled" and row["chip"] == "910B3"]
+    plain = [row for row in table if row["kind"] == "compiled" and row["chip"] == CHIP_OF["A2"]]
+    limit_of = {memory: row_limit(memory, CHIP_OF["A2"]) for memory in ("UB", "L1", "L0C")}
     for op, memory in product(tune.OPS, ("UB", "L1", "L0C")):
         known, fine = [], []
         for row in plain:
@@ -438,8 +439,9 @@ def buffer_model(table: Iterable[Mapping]) -> dict:
                 fine.append((x, row["limit"][memory]))
         if not known:
             continue
+        # What overflowed says what it needs, what compiled at most that: the planner uses more where there is room.
+        points = known + 9 * [(x, size) for x, size in known if size > limit_of[memory]]
         # What compiled needs no more than there is: where an estimate says otherwise, that much is taken as its need.
-        points = list(known)
         while True:
             coefficients = _fit(points)
             above = [point for point in fine if point not in points and _dot(coefficients, point[0]) > point[1]]
@@ -538,7 +540,7 @@ def draw(rows: list[Mapping], out: Path) -> list[Path]:
         panels = []
         for chip in dict.fromkeys(row["chip"] for row in rows):
             for K in sorted(SIZES):
-                cells = sized(rows, chip, op, precision, K)
+                cells = {size: row for size, row in sized(rows, chip, op, precision, K).items() if row["V"] == K}
                 if cells:
                     panels.append((chip, K, cells))
         if panels:

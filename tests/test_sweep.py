@@ -150,7 +150,7 @@ def test_buffer_model_finds_the_tiles_behind_the_figures():
     """Rows whose UB is exactly two tiles `C K` and one of `K K`: the model must give these coefficients."""
     rows = []
     for K in (32, 64, 128):
-        for chunk in (16, 32, 64, 128):
+        for chunk in (16, 32, 64):
             size = 4 * (2 * chunk * K + K * K)
             limit = 196_608
             full = size > limit
@@ -158,7 +158,7 @@ def test_buffer_model_finds_the_tiles_behind_the_figures():
             rows.append({**row, "K": K, "verdict": "overflow" if full else "passed"})
     model = sweep.buffer_model(rows)["chunk_gdn"]["UB"]
     assert model["coefficients"] == pytest.approx([0, 2, 0, 0, 1, 0], abs=1e-3)
-    assert model["rms_error"] < 1e-3 and model["points"] == 11
+    assert model["rms_error"] < 1e-3 and model["points"] == 9
 
 
 def test_shipped_table_comes_from_the_committed_rows():

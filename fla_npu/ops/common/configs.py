@@ -48,12 +48,10 @@ class Config:
 
 
 def default_config(op: str, chip: str, K: int, V: int, dtype: str, fast: bool) -> Config:
-    """The configuration that ships for a shape class."""
-    width = min(128, tile_size(V))
-    if op == "chunk_kda" and K > HALF:
-        # Two halves of the state with decays of their own: larger tiles do not fit on core (docs/compiled.md).
-        return Config(chunk=32, width=min(width, 64))
-    return Config(width=width)
+    """The configuration that ships for long sequences and many heads."""
+    from fla_npu.ops.common.tune import default
+
+    return default(op, chip, K, V, dtype, fast)
 
 
 def piece_size(lower_bound: float | None, chunk: int) -> int:

@@ -39,8 +39,8 @@ columns at a time put more cores to work; up to four, tiles may even out the las
 LENGTHS = {"16": 16, "32": 32, "long": math.inf}
 """Classes by tokens per sequence, each up to its number: where a chunk would be mostly padding."""
 
-FAMILIES = {"A2": "A2", "A3": "A2", "A5": "A5"}
-"""Chip family -> whose configurations it takes. A3 has the cores and memories of A2, and the same programs."""
+FAMILIES = {"A3": "A2"}
+"""Chip family -> whose configurations it takes instead of its own: A3 has the cores and memories of A2."""
 
 
 class Key(NamedTuple):
@@ -162,9 +162,12 @@ def _timer(key: Key, dtype: str, cores: int) -> Callable[[Config], float] | None
 
 
 def shipped(key: Key) -> Config:
-    """The configuration that ships for a key. Keys of chips without Triton kernels have those of A2."""
-    family = FAMILIES.get(find_chip(key.chip).family, "A2")
-    return _table()[family, key.op, key.precision, key.K, key.V, key.load, key.length]
+    """The configuration that ships for a key. Families without rows of their own have those of A2."""
+    family = find_chip(key.chip).family
+    place = (key.op, key.precision, key.K, key.V, key.load, key.length)
+    table = _table()
+    own, other = (FAMILIES.get(family, family), *place), ("A2", *place)
+    return table[own if own in table else other]
 
 
 @lru_cache(maxsize=1)
@@ -208,11 +211,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"unit_flag": True},
     {"multibuffer": False},
     {"limit_auto_multi_buffer_only_for_local_buffer": True},
-    {"set_workspace_multibuffer": 1},
-    {"set_workspace_multibuffer": 2},
 )
-"""Compiler options to try on the best sizes, one at a time. The chunk loop carries the state, so the compiler does not
-pipeline it through the workspace: the last three change loops without a state only, if there are any."""
+"""Compiler options to try on the best sizes, one at a time. `set_workspace_multibuffer` is not among them: the chunk
+loop carries the state, so the compiler does not pipeline it, and the programs are the same with it."""
 
 
 def variants(config: Config) -> tuple[Config, ...]:
@@ -322,7 +323,7 @@ def tune(key: Key, measure: Callable[[Config], float], *, rounds: int = 5) -> Co
 # Results on disk: a file per key, so that processes that tune at the same time cannot lose each other's results
 
 _FORMAT = 1
-_SOURCES = ("chunk_kernel.py", "tiles.py", "configs.py")
+_SOURCES = ("chunk_kernel.py", "tiles.py")
 
 
 @lru_cache(maxsize=1)
