@@ -333,3 +333,13 @@ def test_the_model_grows_with_every_size():
         ):
             assert all(small[memory] <= larger[memory] for memory in small)
         assert set(small) == {"UB", "L1", "L0C"}
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing_but_the_file(monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(tune, "store", refuse)
+    key = tune.key_for("chunk_gdn", "910B3", 64, 64, "bf16", False, heads=8, sequences=1, length=4096, cores=20)
+    found = tune.tune(key, lambda config: float(config.width))
+    assert found is not None and "read-only" in caplog.text

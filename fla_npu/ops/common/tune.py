@@ -9,6 +9,7 @@ from.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 from fla_npu import settings
 from fla_npu.ops.common.configs import Config, tile_size
 from fla_npu.planner.chips import chip as find_chip
+
+logger = logging.getLogger(__name__)
 
 OPS = ("chunk_gdn", "chunk_kda")
 PRECISIONS = ("exact", "fast", "fp32")
@@ -316,7 +319,11 @@ def race(configs: Iterable[Config], measure: Callable[[Config], float], rounds: 
 def tune(key: Key, measure: Callable[[Config], float], *, rounds: int = 5) -> Config:
     """Searches, stores the result on disk and returns it. Arguments as those of `search`."""
     result = search(key, measure, rounds=rounds)
-    store(key, result)
+    try:
+        store(key, result)
+    except OSError as error:
+        # What was found serves this process; a cache that cannot be written must not fail the op that asked.
+        logger.warning("the tuned configuration of %s is not kept: %s", key, error)
     return result.config
 
 
