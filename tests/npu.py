@@ -11,7 +11,7 @@ from fla_npu.ops import dispatch, kernels
 
 def forget_choices() -> None:
     """Nothing decided before counts any more."""
-    for cached in (dispatch._choose, kernels._npu_refusal, kernels._chip):
+    for cached in (dispatch._choose, kernels._npu_refusal, kernels._reported, kernels._chip):
         cached.cache_clear()
 
 

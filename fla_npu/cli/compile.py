@@ -91,6 +91,9 @@ def compile_command(
 
 def _builds() -> Any:
     """The module that knows which kernels there are; like the compiler it is loaded only when asked for."""
+    from fla_npu.compiler.lower import require_extra
+
+    require_extra()
     return import_module("fla_npu.ops.common.builds")
 
 

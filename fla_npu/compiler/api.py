@@ -1,5 +1,6 @@
 """Compiling builds for chips, one or many."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,8 @@ from fla_npu.compiler.handoffs import HandOff, explain_syncs
 from fla_npu.compiler.lower import Lowered, Lowerer, LoweringError
 from fla_npu.compiler.report import Report, analyse, failed, unread
 from fla_npu.planner.chips import Chip, chip
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,10 @@ def compile_build(
     if outcome is None:
         outcome = bishengir.run(lowered.linalg, target.compiler, target.target, flags)
         if use_cache:
-            cache.store(name, outcome)
+            try:
+                cache.store(name, outcome)
+            except OSError as error:
+                logger.warning("the result of compiling %s is not kept: %s", build.name, error)
     module = None
     try:
         module = hivm.parse(outcome.module) if outcome.module else None

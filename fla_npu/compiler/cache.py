@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def load(name: str) -> Outcome | None:
     """The stored result, None when there is none or its file is damaged."""
     try:
         return Outcome.from_dict(json.loads(gzip.decompress(_path(name).read_bytes())))
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return None
 
 

@@ -21,7 +21,7 @@ from fla_npu.ops import kernels
 from fla_npu.ops.autograd import Result, eager, forward_only, without_autocast
 from fla_npu.ops.checks import StatePool
 from fla_npu.ops.common.reference import reference_forward
-from fla_npu.ops.kernels import Device
+from fla_npu.ops.kernels import Device, located
 from fla_npu.ops.kernels import use_precision as use_precision
 from fla_npu.ops.problem import Problem
 
@@ -128,7 +128,9 @@ def explain(op: str, device: str | torch.device = "cpu", *, chip: str | None = N
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     kind, _, index = str(device).partition(":")
-    return _choose(op, Device(kind, int(index or 0), chip), _requested())
+    if not kind or not (index or "0").isdigit():
+        raise ValueError(f"device must be a device or its type, such as npu or npu:0, got {str(device)!r}")
+    return _choose(op, located(Device(kind, int(index or 0), chip)), requested())
 
 
 def run(op: str, problem: Problem, *, differentiable: bool) -> Result:
@@ -146,10 +148,10 @@ def select(op: str, problem: Problem, pool: StatePool | None = None) -> Implemen
     Raises:
         ImplementationError: one was asked for, and cannot.
     """
-    requested = _requested()
+    asked = requested()
     where = problem.tensors.q.device
-    device = Device(where.type, where.index or 0)
-    implementation = _BY_NAME[_choose(op, device, requested).implementation]
+    device = located(Device(where.type, where.index or 0))
+    implementation = _BY_NAME[_choose(op, device, asked).implementation]
 
     def refusal(one: Implementation) -> str | None:
         return one.refuses_call(op, problem) if pool is None else one.refuses_pool(op, problem)
@@ -157,17 +159,18 @@ def select(op: str, problem: Problem, pool: StatePool | None = None) -> Implemen
     reason = refusal(implementation)
     if reason is None:
         return implementation
-    if requested != "auto":
-        raise ImplementationError(f"implementation {requested!r} cannot run this call of {op}: {reason}")
+    if asked != "auto":
+        raise ImplementationError(f"implementation {asked!r} cannot run this call of {op}: {reason}")
     return next(one for one in IMPLEMENTATIONS if one.refuses_device(device, False) is None and refusal(one) is None)
 
 
 def check_request() -> None:
     """Raise ImplementationError unless what is asked for exists."""
-    _check_name(_requested())
+    _check_name(requested())
 
 
-def _requested() -> str:
+def requested() -> str:
+    """The implementation that is asked for by name, or `auto`."""
     return _override.get() or settings.implementation()
 
 

@@ -74,7 +74,7 @@ class Device(NamedTuple):
 def device_refusal(device: Device, *, asked: bool = False) -> str | None:
     """Why no kernels run on a device, or None. `asked`: somebody wants kernels whatever else there is."""
     if device.type == "npu":
-        return _npu_refusal(device.number, device.chip)
+        return _npu_refusal(located(device).chip)
     if device.type != "cpu":
         return f"there are no kernels for {device.type}"
     if not asked:
@@ -84,9 +84,21 @@ def device_refusal(device: Device, *, asked: bool = False) -> str | None:
     return None if find_spec("triton") else NO_TRITON
 
 
+def located(device: Device) -> Device:
+    """The device with the chip that it reports. What is decided for it may be kept: before torch_npu is imported an NPU
+    reports none, and what was decided then is not asked for again."""
+    if device.type != "npu" or device.chip is not None or not hasattr(torch, "npu"):
+        return device
+    return device._replace(chip=_reported(device.number))
+
+
+@lru_cache(maxsize=16)
+def _reported(number: int) -> str | None:
+    return _device_name(number)
+
+
 @lru_cache(maxsize=64)
-def _npu_refusal(number: int, chip: str | None) -> str | None:
-    name = chip or _device_name(number)
+def _npu_refusal(name: str | None) -> str | None:
     if name is not None:
         try:
             known = find_chip(name)

@@ -96,3 +96,15 @@ def test_default_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert settings.cache_dir() == Path(tmp_path / "home/.cache/fla_npu")
+
+
+def test_a_flipped_byte_is_no_error(directory):
+    cache.store("name", OUTCOME)
+    (path,) = files(directory)
+    whole = path.read_bytes()
+    missed = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        missed += cache.load("name") is None
+    # The rest are bytes of gzip's header that say nothing of the content.
+    assert missed > len(whole) - 10

@@ -8,6 +8,7 @@ import torch
 
 from fla_npu.modules import RMSNorm, ShortConvolution
 from fla_npu.modules.kernels import launch
+from fla_npu.ops.dispatch import use_implementation
 from tests.npu import forget_choices, pretend_npus, pretend_triton
 
 
@@ -56,3 +57,13 @@ def test_calls_with_gradients_and_float64_are_portable(monkeypatch):
     with torch.no_grad():
         RMSNorm(8, dtype=torch.float64)(x.double())
         assert launch.takes(x, norm.weight)
+
+
+def test_the_implementation_asked_for_counts_here_too(npu):
+    npu("Ascend910B3")
+    device = SimpleNamespace(type="npu", index=0)
+    assert launch.runs_kernels(device)
+    with use_implementation("eager"):
+        assert not launch.runs_kernels(device)
+    with use_implementation("triton"):
+        assert launch.runs_kernels(device)

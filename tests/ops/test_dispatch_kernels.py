@@ -421,3 +421,20 @@ def test_out_is_written_directly_where_that_is_safe(launches: list[Launch]):
         for out in (own, other, sparse, call["v"]):
             assert fused_recurrent_kda_fwd(**call, out=out)[0] is out
     assert [launch.out is not None for launch in launches] == [True, False, False, False]
+
+
+def test_what_was_decided_before_torch_npu_came_is_not_kept(monkeypatch, tmp_path):
+    pretend_triton(monkeypatch, tmp_path)
+    monkeypatch.delattr(torch, "npu", raising=False)
+    forget_choices()
+    assert explain("chunk_gdn", "npu").implementation == "triton"
+    npu = SimpleNamespace(get_device_name=lambda number: "Ascend310P3", is_available=lambda: True)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    assert explain("chunk_gdn", "npu").implementation == "eager"
+    forget_choices()
+
+
+@pytest.mark.parametrize("device", ["npu:x", "", ":0"])
+def test_what_is_no_device(device):
+    with pytest.raises(ValueError, match="device must be"):
+        explain("chunk_gdn", device)

@@ -2,6 +2,7 @@
 
 import torch
 
+from fla_npu.ops.dispatch import requested
 from fla_npu.ops.kernels import Device, device_refusal
 
 WIDEST_CONVOLUTION = 8
@@ -13,17 +14,21 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def takes(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether the kernels take a call with these tensors: those of a supported NPU, without gradients.
 
-    Autograd, `torch.compile`, float64 and every other device get the portable code.
+    Autograd, `torch.compile`, float64, lazy negation and every other device get the portable code.
     """
     tensors = [x, *(t for t in others if t is not None)]
     return (
         runs_kernels(x.device)
         and not torch.compiler.is_compiling()
-        and all(t.dtype in DTYPES and t.device == x.device for t in tensors)
+        and all(t.dtype in DTYPES and t.device == x.device and not t.is_neg() for t in tensors)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on a device."""
-    return device_refusal(Device(device.type, device.index or 0)) is None
+    """Whether Triton kernels run on a device: where they can, unless `FLA_NPU_IMPL` or `use_implementation` asks for
+    another implementation."""
+    asked = requested()
+    if asked not in ("auto", "triton"):
+        return False
+    return device_refusal(Device(device.type, device.index or 0), asked=asked == "triton") is None
