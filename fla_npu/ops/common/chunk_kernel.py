@@ -422,7 +422,7 @@ def walk(
     # Where chunks may be strong, every chunk is STEPS steps: its parts if it is, else all of it in the first.
     STEPS: tl.constexpr = C // PART if MAY_BE_STRONG else 1
     steps = (length + C - 1) // C * STEPS
-    for step in range(0, steps):
+    for step in range(0, steps):  # noqa: PIE808 - jitted
         t = step // STEPS * C
         at = row + t
         # Cast on the way out of the cube, which only a product made here can be.
@@ -442,15 +442,15 @@ def walk(
             # An if and no loops of zero or one round: what a loop made on the cube cannot be read after it.
             if (tl.load(is_strong + at // C) > 0) & (t + r < length):
                 S, new2 = channel_chunk(
-                    S, S_op, S2, S2_op, q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms, o,
-                    E_strong, E_strong, I_V, marks_strong, t + r, length - t - r, first, q_token, k_token, v_token,
+                    S, S_op, S2, S2_op, q, k, v, c + (at + r) * KP, beta + at + r, norms + t + r if L2NORM else norms,
+                    o, E_strong, E_strong, I_V, marks_strong, t + r, length - t - r, first, q_token, k_token, v_token,
                     o_token, norm_rest, scale, K, V, KP, BK, BV, PART, 1, L2NORM, SECOND, OP,
                 )  # fmt: skip
             elif r == 0:
                 S, new2 = channel_chunk(
                     S, S_op, S2, S2_op, q, k, v, c + at * KP, beta + at, norms + t if L2NORM else norms, o, E, E_piece,
-                    I_V, marks, t, length - t, first, q_token, k_token, v_token, o_token, norm_rest, scale, K, V, KP, BK,
-                    BV, C, PIECE, L2NORM, SECOND, OP,
+                    I_V, marks, t, length - t, first, q_token, k_token, v_token, o_token, norm_rest, scale, K, V, KP,
+                    BK, BV, C, PIECE, L2NORM, SECOND, OP,
                 )  # fmt: skip
         else:
             S, new2 = channel_chunk(
@@ -569,10 +569,10 @@ def delta_rule_kernel(
     for j in range(start, stop, step):
         unit = tl.load(ids + j) if TABLE else j
         walk(
-            q, k, v, c, beta, is_strong, norms, h0, o, ht, E, E_piece, E_strong, I_K, I_V, I_D, I_S, marks, marks_strong,
-            cu_seqlens,
-            unit // BLOCKS, unit % BLOCKS * BV, T,
-            q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest, norm_rest, scale,
+            q, k, v, c, beta, is_strong, norms, h0, o, ht, E, E_piece, E_strong, I_K, I_V, I_D, I_S, marks,
+            marks_strong, cu_seqlens, unit // BLOCKS, unit % BLOCKS * BV, T,
+            q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest,
+            norm_rest, scale,
             HV, GROUP, K, V, KP, BK, BV, C, PIECE, PART, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0, HAS_HT, V_FIRST,
             VARLEN,
         )  # fmt: skip
@@ -589,10 +589,9 @@ def delta_rule_kernel(
             part = tl.load(ids + j) if TABLE else j
             unit = part // PARTS
             walk(
-                q, k, v, c, beta, is_strong, norms, h0, o, ht, E, E_piece, E_strong, I_K, I_V, I_D, I_S, marks, marks_strong,
-            cu_seqlens,
-                unit // BLOCKS, unit % BLOCKS * BV + part % PARTS * TILE, T,
+                q, k, v, c, beta, is_strong, norms, h0, o, ht, E, E_piece, E_strong, I_K, I_V, I_D, I_S, marks,
+                marks_strong, cu_seqlens, unit // BLOCKS, unit % BLOCKS * BV + part % PARTS * TILE, T,
                 q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, rows, rest,
-                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, PART, DECAY, L2NORM, FAST, MAY_BE_STRONG, HAS_H0,
-                HAS_HT, V_FIRST, VARLEN,
+                norm_rest, scale, HV, GROUP, K, V, KP, BK, TILE, C, PIECE, PART, DECAY, L2NORM, FAST, MAY_BE_STRONG,
+                HAS_H0, HAS_HT, V_FIRST, VARLEN,
             )  # fmt: skip

@@ -49,7 +49,7 @@ OPTIONS = {"multibuffer": True}
 _MILD = tl.constexpr(MILD)
 _EPSILON = tl.constexpr(1e-6)
 
-# Heads (scalar decay, beta) or key channels per tile: with 64 tokens 16 KiB in float32 with 64 heads; about ten tiles are alive.
+# Heads (scalar decay, beta) or key channels per tile: 8 KiB in float32 with 64 tokens, and about ten tiles are alive.
 BLOCK_HEADS = 32
 BLOCK_KEYS = 32
 

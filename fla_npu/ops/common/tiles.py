@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The stages of one chunk of the delta rule as jitted tile functions, for the kernels of every op.
 
-Where a tile lives is decided here; `layouts.STAGES` is the same in words and the documentation shows it. On A2 and A3
+Where a tile lives is decided here; `layouts.TILES` is the same as a table, and `docs/kernels.md` shows it. On A2 and A3
 the cube (matrix) core and the vector cores of an AI core exchange tiles only through global memory, and every exchange
 costs a synchronisation. What follows from that, measured on what the vendor's compiler makes of it:
 
@@ -9,13 +9,13 @@ costs a synchronisation. What follows from that, measured on what the vendor's c
   So a vector tile that several dots need goes through the cube first: `through_cube` multiplies it by an identity.
 * A result that goes on as an operand never visits a vector core, a cast to 16 bits included. Scaling by rows would:
   diagonal matrices do it on the cube instead, made by the vector cores ahead of time, off the chain of the state.
-* The state is such a result from chunk to chunk. The chain from state to state runs on the cube alone:
-  `K S` (one hand-off to the vectors for `v - K S` and back, behind the solve), `u = T R`, `S' = diag(decay) S + Kd^T u`.
+* The state is such a result from chunk to chunk, and the chain from state to state runs on the cube alone:
+  `R = V - decayed K S`, `u = T R`, `S' = diag(decay) S + K^T diag(beta, decayed to the end) u`.
 * Vectors of flags that scale rows are loaded from a constant table: made of `arange`, they cost the split of the tile
   over the two vector cores.
 
-Symbols as in the derivation (README of `gated_delta_rule`): C tokens, c cumulative log decays, A strictly lower, `T = (I + A)^-1`,
-`R = beta (v - decayed K S)`, `u = T R`, P the decayed scores of q.
+Symbols as in `docs/kernels.md`: C tokens, c cumulative log decays, L the decayed scores of k below the diagonal,
+`A = L diag(beta)`, `T = (I + A)^-1`, P the decayed scores of q. u is that of `docs/dataflow.md` over beta.
 """
 
 import triton
