@@ -6,13 +6,14 @@ sizes of tail chunks, and whatever they are made of. A loop whose inputs were se
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fla_npu.compiler.buffers import FIXED_ARGUMENTS
 from fla_npu.compiler.count import Device, Key, Totals, devices
 from fla_npu.compiler.hivm import Block, Module, Op
+from fla_npu.compiler.integers import ORDER, SIGNED, UNSIGNED, unsigned, wrapped
 
 Value = Any
 """An integer, or a `_Pointer` into one of the arrays given."""
@@ -34,59 +35,6 @@ class _Unknown:
     """Stands for a value until something depends on it."""
 
     why: str
-
-
-_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
-
-
-def _wrap(value: int, kind: str) -> int:
-    """Two's complement of the type's width; one bit is 0 or 1."""
-    bits = _BITS[kind]
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if bits > 1 and value >> (bits - 1) else value
-
-
-def _unsigned(value: int, kind: str) -> int:
-    return value & ((1 << _BITS[kind]) - 1)
-
-
-def _truncated(a: int, b: int) -> int:
-    quotient = abs(a) // abs(b)
-    return quotient if (a < 0) == (b < 0) else -quotient
-
-
-_BINARY: dict[str, Callable[[int, int], int]] = {
-    "addi": lambda a, b: a + b,
-    "subi": lambda a, b: a - b,
-    "muli": lambda a, b: a * b,
-    "divsi": _truncated,
-    "remsi": lambda a, b: a - b * _truncated(a, b),
-    "floordivsi": lambda a, b: a // b,
-    "ceildivsi": lambda a, b: -(-a // b),
-    "minsi": min,
-    "maxsi": max,
-    "andi": lambda a, b: a & b,
-    "ori": lambda a, b: a | b,
-    "xori": lambda a, b: a ^ b,
-    "shli": lambda a, b: a << b,
-    "shrsi": lambda a, b: a >> b,
-}
-_UNSIGNED: dict[str, Callable[[int, int], int]] = {
-    "divui": lambda a, b: a // b,
-    "remui": lambda a, b: a % b,
-    "minui": min,
-    "maxui": max,
-    "shrui": lambda a, b: a >> b,
-    "ceildivui": lambda a, b: -(-a // b),
-}
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
 
 
 @dataclass(frozen=True)
@@ -481,26 +429,26 @@ class _Run:
         if not kinds:
             return _Unknown(f"{op.results[0]} = {op.name}")
         first, last = kinds[0], kinds[-1]
-        if name in _BINARY:
+        if name in SIGNED:
             if inputs[1] == 0 and ("div" in name or "rem" in name):
                 raise EvaluationError(f"{op.results[0]} = {op.name} divides by zero")
-            return _wrap(_BINARY[name](inputs[0], inputs[1]), last)
-        if name in _UNSIGNED:
+            return wrapped(SIGNED[name](inputs[0], inputs[1]), last)
+        if name in UNSIGNED:
             if inputs[1] == 0 and ("div" in name or "rem" in name):
                 raise EvaluationError(f"{op.results[0]} = {op.name} divides by zero")
-            return _wrap(_UNSIGNED[name](_unsigned(inputs[0], last), _unsigned(inputs[1], last)), last)
+            return wrapped(UNSIGNED[name](unsigned(inputs[0], last), unsigned(inputs[1], last)), last)
         if name == "cmpi":
             kind = re.search(r"cmpi ([us]?)(eq|ne|lt|le|gt|ge),", op.text)
             if kind is None:
                 return _Unknown(f"{op.results[0]} = {op.text}")
-            a, b = (_unsigned(value, last) for value in inputs) if kind.group(1) == "u" else inputs
-            return int(_COMPARE[kind.group(2)](a, b))
+            a, b = (unsigned(value, last) for value in inputs) if kind.group(1) == "u" else inputs
+            return int(ORDER[kind.group(2)](a, b))
         if name in ("index_cast", "extsi", "trunci"):
             # One bit reads as 0 or 1 everywhere but where its sign is extended.
             source = -inputs[0] if first == "i1" and name != "trunci" else inputs[0]
-            return _wrap(source, last)
+            return wrapped(source, last)
         if name in ("extui", "index_castui"):
-            return _wrap(_unsigned(inputs[0], first), last)
+            return wrapped(unsigned(inputs[0], first), last)
         return _Unknown(f"{op.results[0]} = {op.name}")
 
     @staticmethod

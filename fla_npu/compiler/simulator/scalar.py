@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from fla_npu.compiler.hivm import Op
+from fla_npu.compiler.integers import BITS, ORDER, SIGNED, UNSIGNED, unsigned, wrapped
 from fla_npu.compiler.simulator.memory import SimulationError, bf16_bits, bf16_values
 
 Function = Callable[..., Any]
-
-_BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
 
 
 def rounded(value: float, kind: str) -> float:
@@ -24,56 +23,11 @@ def rounded(value: float, kind: str) -> float:
         return float(np.float16(value) if kind == "f16" else np.float32(value) if kind == "f32" else value)
 
 
-def wrapped(value: int, kind: str) -> int:
-    """Two's complement at the type's width; one bit is 0 or 1."""
-    bits = _BITS[kind]
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if bits > 1 and value >> (bits - 1) else value
-
-
-def _unsigned(value: int, kind: str) -> int:
-    return value & ((1 << _BITS[kind]) - 1)
-
-
-def _quotient(a: int, b: int) -> int:
-    if b == 0:
-        raise SimulationError("division by zero")
-    whole = abs(a) // abs(b)
-    return whole if (a < 0) == (b < 0) else -whole
-
-
-_INTEGER: dict[str, Callable[[int, int], int]] = {
-    "addi": lambda a, b: a + b,
-    "subi": lambda a, b: a - b,
-    "muli": lambda a, b: a * b,
-    "divsi": _quotient,
-    "remsi": lambda a, b: a - b * _quotient(a, b),
-    "floordivsi": lambda a, b: a // b,
-    "ceildivsi": lambda a, b: -(-a // b),
-    "minsi": min,
-    "maxsi": max,
-    "andi": lambda a, b: a & b,
-    "ori": lambda a, b: a | b,
-    "xori": lambda a, b: a ^ b,
-    "shli": lambda a, b: a << b,
-    "shrsi": lambda a, b: a >> b,
-}
-_UNSIGNED: dict[str, Callable[[int, int], int]] = {
-    "divui": lambda a, b: a // b,
-    "remui": lambda a, b: a % b,
-    "minui": min,
-    "maxui": max,
-    "shrui": lambda a, b: a >> b,
-    "ceildivui": lambda a, b: -(-a // b),
-}
-_ORDER: dict[str, Callable[[Any, Any], bool]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
+def _checked(function: Callable[[int, int], int], a: int, b: int) -> int:
+    try:
+        return function(a, b)
+    except ZeroDivisionError:
+        raise SimulationError("division by zero") from None
 
 
 def _divide(a: float, b: float) -> float:
@@ -136,7 +90,7 @@ def constant(op: Op) -> Any:
     text, kind = match.group(1), match.group(2) or "i1"
     if text in ("true", "false"):
         return int(text == "true")
-    if kind in _BITS:
+    if kind in BITS:
         return int(text)
     if text.startswith("0x"):
         bits = int(text, 16)
@@ -163,12 +117,12 @@ def compute(op: Op) -> Function | None:
         return lambda a: wrapped(abs(a), kind)
     if prefix != "arith":
         return None
-    if name in _INTEGER:
-        integer = _INTEGER[name]
-        return lambda a, b: wrapped(integer(a, b), kind)
-    if name in _UNSIGNED:
-        unsigned = _UNSIGNED[name]
-        return lambda a, b: wrapped(unsigned(_unsigned(a, kind), _unsigned(b, kind)), kind)
+    if name in SIGNED:
+        integer = SIGNED[name]
+        return lambda a, b: wrapped(_checked(integer, a, b), kind)
+    if name in UNSIGNED:
+        natural = UNSIGNED[name]
+        return lambda a, b: wrapped(_checked(natural, unsigned(a, kind), unsigned(b, kind)), kind)
     if name in ("cmpi", "cmpf"):
         return _comparison(op, name, kind)
     if name == "select":
@@ -180,14 +134,14 @@ def _comparison(op: Op, name: str, kind: str) -> Function:
     match = re.search(r"cmp[if] (\w+)", op.text)
     predicate = match.group(1) if match else ""
     if predicate in ("eq", "ne") and name == "cmpi":
-        return lambda a, b: int(_ORDER[predicate](a, b))
-    order = _ORDER.get(predicate[1:])
+        return lambda a, b: int(ORDER[predicate](a, b))
+    order = ORDER.get(predicate[1:])
     if order is None or predicate[0] not in ("su" if name == "cmpi" else "ou"):
         raise SimulationError(f"comparison not understood: {op.text[:120]}")
     if name == "cmpi":
         if predicate[0] == "s":
             return lambda a, b: int(order(a, b))
-        return lambda a, b: int(order(_unsigned(a, kind), _unsigned(b, kind)))
+        return lambda a, b: int(order(unsigned(a, kind), unsigned(b, kind)))
     unordered = int(predicate[0] == "u")
     return lambda a, b: unordered if math.isnan(a) or math.isnan(b) else int(order(a, b))
 
@@ -198,11 +152,11 @@ def _conversion(name: str, kind: str, target: str) -> Function | None:
         sign = -1 if kind == "i1" and name != "trunci" else 1
         return lambda a: wrapped(sign * a, target)
     if name in ("extui", "index_castui"):
-        return lambda a: wrapped(_unsigned(a, kind), target)
+        return lambda a: wrapped(unsigned(a, kind), target)
     if name == "sitofp":
         return lambda a: rounded(float(-a if kind == "i1" else a), target)
     if name == "uitofp":
-        return lambda a: rounded(float(_unsigned(a, kind)), target)
+        return lambda a: rounded(float(unsigned(a, kind)), target)
     if name in ("fptosi", "fptoui"):
         return lambda a: wrapped(0 if math.isnan(a) else int(a), target)
     if name in ("extf", "truncf"):
