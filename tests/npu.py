@@ -29,6 +29,7 @@ def pretend_triton(monkeypatch: pytest.MonkeyPatch, folder: Path | None, *, asce
     spec = None
     if folder is not None:
         (folder / "backends" / ("ascend" if ascend else "nvidia")).mkdir(parents=True)
+        (folder / "__init__.py").touch()
         spec = SimpleNamespace(submodule_search_locations=[str(folder)])
     monkeypatch.setattr(kernels, "find_spec", lambda name: spec)
     forget_choices()

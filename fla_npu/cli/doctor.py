@@ -22,8 +22,8 @@ PACKAGES = {
 """Name shown -> distributions that may provide it."""
 
 NO_DEVICE_USED = (
-    "fla_npu has not been run on an Ascend device yet. What it says about NPUs comes from the torch_npu and Triton "
-    "interfaces, not from a measurement."
+    "fla_npu has not been run on an Ascend device yet. What it says about NPUs comes from the vendor's compiler, "
+    "Triton's interpreter and a simulator, not from a device."
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,8 +124,13 @@ def _triton_ascend_refusal() -> str | None:
     spec = find_spec("triton")
     if spec is None:
         return NO_TRITON
-    if not any(Path(place, "backends", "ascend").is_dir() for place in spec.submodule_search_locations or ()):
+    places = [Path(place) for place in spec.submodule_search_locations or ()]
+    if not any((place / "backends" / "ascend").is_dir() for place in places):
         return "the installed triton is not triton-ascend: uninstall triton, then install triton-ascend (again)"
+    # Both packages put their files into one folder; which were there last, or are still there, is chance.
+    both = all(any(metadata.distributions(name=name)) for name in ("triton", "triton-ascend"))
+    if both or not any((place / "__init__.py").is_file() for place in places):
+        return "triton and triton-ascend share one folder: uninstall both, then install triton-ascend again"
     return None
 
 

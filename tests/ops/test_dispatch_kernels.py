@@ -438,3 +438,15 @@ def test_what_was_decided_before_torch_npu_came_is_not_kept(monkeypatch, tmp_pat
 def test_what_is_no_device(device):
     with pytest.raises(ValueError, match="device must be"):
         explain("chunk_gdn", device)
+
+
+def test_what_is_left_of_triton_ascend_is_not_used(monkeypatch, tmp_path):
+    pretend_triton(monkeypatch, tmp_path)
+    assert explain("chunk_gdn", "npu", chip="910B3").implementation == "triton"
+    (tmp_path / "__init__.py").unlink()
+    forget_choices()
+    assert "share one folder" in explain("chunk_gdn", "npu", chip="910B3").reason
+    (tmp_path / "__init__.py").touch()
+    monkeypatch.setattr(kernels.metadata, "distributions", lambda name: iter([name]))
+    forget_choices()
+    assert "share one folder" in explain("chunk_gdn", "npu", chip="910B3").reason
