@@ -72,8 +72,10 @@ UB, L1 and L0C: the highest byte used, of what there is.
 * KDA reads more than the ideal: rows of gates that scores refer to are read again (7 of 64, and the last row), and both
   vector cores read all of beta, twice.
 * Without a bound of its gates KDA has two bodies: `a strong chunk` decays so much that it goes in parts of 16 tokens.
-* On the 950 the split over the vector cores is lost with triton-ascend 3.2.0, whose front end knows no A5. That is a
-  known limit, and said in the result.
+* Tiles beside whole units are there for Gated DeltaNet only: both loops of KDA overflow UB (by 9 % with tiles of 64).
+* On the 950 the chunk kernels do not compile with triton-ascend 3.2.0, whose front end knows no A5: it loses the split
+  over the vector cores, so that they overflow UB; with chunks of 32 tokens and 64 or 32 columns at a time the compiler
+  fails in a later stage ("BiShengSIMD pipeline"). The kernels on the vector cores do compile.
 
 """
 

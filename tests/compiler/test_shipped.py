@@ -6,7 +6,8 @@ from fla_npu.compiler import table
 from fla_npu.compiler.api import compile_build
 from fla_npu.ops.common.builds import shipped_calls
 
-COMMITTED = table.by_key(table.load())
+TABLE = table.load()
+COMMITTED = table.by_key(TABLE)
 
 GRID = [
     ("910B3", "chunk_gdn-bf16-K128-V128-exact-C64-BV128"),
@@ -37,6 +38,6 @@ def test_compiles_as_committed(chip, name):
 @pytest.mark.parametrize("chip", sorted({chip for _, chip in COMMITTED}))
 def test_the_table_is_of_what_ships(chip):
     names = [build.name for build, _ in shipped_calls(chip)]
-    missing = table.load()["missing"].get(chip, [])
+    missing = TABLE["missing"].get(chip, [])
     assert [name for name, of in COMMITTED if of == chip] == [name for name in names if name not in missing]
     assert set(missing) <= set(names)

@@ -33,6 +33,14 @@ def test_the_two_ops_are_there_in_both_precisions_and_dtypes():
     assert len(chunked(chips=["910B3"])) == 12
 
 
+@pytest.mark.parametrize("chip", ALIKE)
+def test_everything_compiles_for_a2_and_a3(chip):
+    problems = {row["name"]: row["problems"] for row in ROWS if row["chip"] == chip and row["problems"]}
+    assert problems == {}
+    chunks = [row for row in ROWS if row["chip"] == chip and "chunk" in row]
+    assert all(row["split"] == "held" and not row["retried"] and row["scalar_loops"] == 0 for row in chunks)
+
+
 @pytest.mark.parametrize("row", chunked(), ids=lambda row: f"{row['name']}-{row['chip']}")
 def test_goals_at_128(row):
     assert row["problems"] == [] and row["split"] == "held" and not row["retried"] and row["scalar_loops"] == 0
