@@ -315,11 +315,11 @@ def test_results_are_taken_from_the_cache(compiled, monkeypatch):
 
 
 def test_constants_options_and_chips_have_results_of_their_own():
-    text = lower(BUILDS["gram"]).linalg
-    smaller = lower(build("gram", GRAM, {"C": 32, "K": 128})).linalg
+    one = lower(BUILDS["gram"])
+    smaller = lower(build("gram", GRAM, {"C": 32, "K": 128}))
     keys = {
-        cache.key(linalg, "bishengir-compile", target, flags, "1.2.0")
-        for linalg in (text, smaller)
+        cache.key(lowered.ttir, lowered.linalg, "bishengir-compile", target, flags, "1.2.0")
+        for lowered in (one, smaller)
         for target in ("Ascend910B3", "Ascend910B1")
         for flags in ((), ("--enable-auto-multi-buffer=False",))
     }
