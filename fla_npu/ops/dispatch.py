@@ -45,7 +45,7 @@ class Implementation:
     name: str
     what: str
     run: Callable[[str, Problem], Result]
-    refuses_device: Callable[[Device, bool], str | None]
+    refuses_device: Callable[[str, Device, bool], str | None]
     """Why nothing runs on a device, or None. The flag: it was asked for by name."""
     refuses_call: Callable[[str, Problem], str | None]
     """Why a call does not run, or None."""
@@ -72,7 +72,7 @@ IMPLEMENTATIONS = (
         name="triton",
         what="the persistent Triton kernels",
         run=kernels.run,
-        refuses_device=lambda device, asked: kernels.device_refusal(device, asked=asked),
+        refuses_device=lambda op, device, asked: kernels.op_refusal(op, device, asked=asked),
         refuses_call=kernels.call_refusal,
         refuses_pool=kernels.call_refusal,
         update=kernels.update_states,
@@ -81,7 +81,7 @@ IMPLEMENTATIONS = (
         name="eager",
         what="the chunked dataflow in PyTorch",
         run=lambda op, problem: eager(problem),
-        refuses_device=lambda device, asked: None,
+        refuses_device=lambda op, device, asked: None,
         refuses_call=_no_chunk_form,
         refuses_pool=lambda op, problem: None,
     ),
@@ -89,7 +89,7 @@ IMPLEMENTATIONS = (
         name="reference",
         what="the recurrence, token by token",
         run=lambda op, problem: reference_forward(problem),
-        refuses_device=lambda device, asked: None,
+        refuses_device=lambda op, device, asked: None,
         refuses_call=lambda op, problem: (
             "it keeps no intermediate states" if problem.options.return_intermediate_states else None
         ),
@@ -161,7 +161,9 @@ def select(op: str, problem: Problem, pool: StatePool | None = None) -> Implemen
         return implementation
     if asked != "auto":
         raise ImplementationError(f"implementation {asked!r} cannot run this call of {op}: {reason}")
-    return next(one for one in IMPLEMENTATIONS if one.refuses_device(device, False) is None and refusal(one) is None)
+    return next(
+        one for one in IMPLEMENTATIONS if one.refuses_device(op, device, False) is None and refusal(one) is None
+    )
 
 
 def check_request() -> None:
@@ -179,13 +181,13 @@ def _choose(op: str, device: Device, requested: str) -> Choice:
     """The rule. Cached, so that a decision is also logged once."""
     _check_name(requested)
     if requested != "auto":
-        refusal = _BY_NAME[requested].refuses_device(device, True)
+        refusal = _BY_NAME[requested].refuses_device(op, device, True)
         if refusal is not None:
             raise ImplementationError(f"implementation {requested!r} cannot run on {device.type}: {refusal}")
         choice = Choice(requested, "asked for by use_implementation or FLA_NPU_IMPL")
     else:
-        no_kernels = kernels.device_refusal(device)
-        chosen = next(x for x in IMPLEMENTATIONS if x.refuses_device(device, False) is None)
+        no_kernels = kernels.op_refusal(op, device)
+        chosen = next(x for x in IMPLEMENTATIONS if x.refuses_device(op, device, False) is None)
         where = "run on NPUs with triton-ascend" if no_kernels is None else f"runs on any device; {no_kernels}"
         choice = Choice(chosen.name, f"{chosen.what} {where}")
     logger.info("%s on %s: %s (%s)", op, device.type, *choice)

@@ -85,6 +85,18 @@ def device_refusal(device: Device, *, asked: bool = False) -> str | None:
     return None if find_spec("triton") else NO_TRITON
 
 
+def op_refusal(op: str, device: Device, *, asked: bool = False) -> str | None:
+    """`device_refusal`, and why the kernels of an op do not fit on a chip."""
+    refusal = device_refusal(device, asked=asked)
+    chip = located(device).chip
+    if refusal is None and op.startswith("chunk") and chip is not None and find_chip(chip).family == "A5":
+        return (
+            "the chunk kernels do not fit on A5: triton-ascend 3.2.0, whose front end knows no A5, does not divide "
+            "their tiles between the vector cores (docs/compiled.md)"
+        )
+    return refusal
+
+
 def located(device: Device) -> Device:
     """The device with the chip that it reports. What is decided for it may be kept: before torch_npu is imported an NPU
     reports none, and what was decided then is not asked for again."""

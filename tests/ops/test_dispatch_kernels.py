@@ -39,7 +39,7 @@ def fresh_choices() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-@pytest.mark.parametrize("name", ["Ascend910B3", "Ascend910_9382", "Ascend950PR_9589"])
+@pytest.mark.parametrize("name", ["Ascend910B3", "Ascend910_9382"])
 def test_npus_run_kernels(op: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pretend_npus(monkeypatch, name)
     pretend_triton(monkeypatch, tmp_path)
@@ -78,7 +78,7 @@ def test_every_chip_can_be_asked_about(monkeypatch: pytest.MonkeyPatch, tmp_path
     for names in ((), ("Ascend310P3",)):
         pretend_npus(monkeypatch, *names)
         for chip in CHIPS.values():
-            choice = explain("chunk_kda", "npu", chip=chip.name)
+            choice = explain("fused_recurrent_kda", "npu", chip=chip.name)
             assert (choice.implementation == "triton") is chip.triton
             assert chip.triton or choice.reason.endswith(str(chip.no_triton_reason))
 
@@ -450,3 +450,13 @@ def test_what_is_left_of_triton_ascend_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels.metadata, "distributions", lambda name: iter([name]))
     forget_choices()
     assert "share one folder" in explain("chunk_gdn", "npu", chip="910B3").reason
+
+
+def test_a5_runs_the_recurrent_kernels_only(monkeypatch, tmp_path):
+    pretend_triton(monkeypatch, tmp_path)
+    for op in dispatch.OPS:
+        choice = explain(op, "npu", chip="950")
+        if op.startswith("chunk"):
+            assert choice.implementation == "eager" and "A5" in choice.reason
+        else:
+            assert choice.implementation == "triton"
