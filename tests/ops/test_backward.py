@@ -179,7 +179,7 @@ def test_infinite_decays(op: str):
     got = gradients(op, call)
     want = expected_gradients(op, {**call, "g": call["g"].clamp_min(FORGET)})
     for name, x in got.items():
-        assert_accurate(f"d{name}", x, want[name], decay_bound if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name in DECAYS else BOUND)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -430,4 +430,4 @@ def test_gradient_through_pieces_is_that_of_the_whole(op: str):
     results = torch.cat((o1, o2), 1), state
     torch.autograd.backward(results, weights(results))
     for name, x in leaves.items():
-        assert_accurate(f"d{name}", x.grad, want[name], decay_bound if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x.grad, want[name], DECAY_BOUND if name in DECAYS else BOUND)
