@@ -3,7 +3,7 @@
 
 The vendor's extensions moved from `triton.language` (3.2.0) to `triton.language.extra.cann.extension` (3.2.1 on), and
 neither exists in plain Triton or works in the interpreter. The names below can be used inside `@triton.jit` code on all
-of them; where there is no extension, hints do nothing and `get_element` is spelled with what Triton has.
+of them; where there is no extension, `get_element` is spelled with what Triton has.
 
 Kernel modules import this module, and it imports triton: nothing that must load without triton may import either.
 No driver is touched before the functions at the end are called.
@@ -41,27 +41,7 @@ INTERPRETED = not isinstance(_probe, triton.JITFunction)
 """Whether `@triton.jit` makes interpreted functions (`TRITON_INTERPRET=1`)."""
 
 _extension: ModuleType = _first_module("triton.language.extra.cann.extension") or tl
-_HINTS = tl.constexpr(not INTERPRETED and hasattr(_extension, "compile_hint"))
 _GET_ELEMENT = tl.constexpr(not INTERPRETED and hasattr(_extension, "get_element"))
-
-libdevice: ModuleType | None = _first_module(
-    "triton.language.extra.cann.libdevice", "triton.language.extra.ascend.libdevice", "triton.language.extra.libdevice"
-)
-"""The vendor's math functions. Interpreted kernels cannot call them."""
-
-
-@triton.jit
-def compile_hint(x, name: tl.constexpr, value: tl.constexpr = None):
-    """Annotate a tensor for the vendor's compiler."""
-    if _HINTS:
-        _extension.compile_hint(x, name, value)
-
-
-@triton.jit
-def multibuffer(x, size: tl.constexpr = 2):
-    """Ask for `size` copies of the tensor's buffer."""
-    if _HINTS:
-        _extension.multibuffer(x, size)
 
 
 @triton.jit
@@ -71,19 +51,6 @@ def get_element(x, i: tl.constexpr):
         return _extension.get_element(x, (i,))
     else:
         return tl.sum(tl.where(tl.arange(0, x.shape[0]) == i, x, 0.0), 0)
-
-
-def _parallel(arg1: Any, arg2: Any = None, step: Any = None, bind_sub_block: bool = False) -> range:
-    return range(0, arg1, step or 1) if arg2 is None else range(arg1, arg2, step or 1)
-
-
-# A loop whose iterations the two vector cores of a program share (`bind_sub_block=True`, at most 2 iterations).
-# Plain Triton knows no such argument: leave it out where a kernel has to compile there. Spell it `ascend.parallel`:
-# Triton lets jitted code reach a class through a module only.
-if INTERPRETED:
-    parallel = _parallel
-else:
-    parallel = getattr(_extension, "parallel", tl.range)
 
 
 def launch_options(**options: Any) -> dict[str, Any]:

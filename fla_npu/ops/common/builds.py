@@ -9,8 +9,8 @@ from typing import Any
 from fla_npu.compiler.build import KernelBuild
 from fla_npu.compiler.table import ChunkCall
 from fla_npu.modules.kernels import conv, norm
-from fla_npu.ops.common import decode_kernel, gate_kernel
-from fla_npu.ops.common.configs import Config, default_config, pad
+from fla_npu.ops.common import decode_kernel, gate_kernel, tune
+from fla_npu.ops.common.configs import Config, pad
 from fla_npu.ops.common.launch import Shape, constants, pointers
 from fla_npu.ops.problem import Options
 from fla_npu.planner.chips import chip as find_chip
@@ -69,7 +69,7 @@ def build_for(
         raise ValueError(f"precision must be exact or fast, got {precision!r}")
     cores = find_chip(chip).aicores
     fast = precision == "fast" and dtype != "fp32"
-    base = config or default_config(op, chip, pad(K), pad(V), dtype, fast)
+    base = config or tune.default(op, chip, pad(K), pad(V), dtype, fast)
     config = base.with_sizes(chunk, tile).fit(pad(V))
     KP, VP = pad(K), pad(V)
     H = qk_heads or heads

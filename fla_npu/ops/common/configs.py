@@ -47,13 +47,6 @@ class Config:
         return {name: value for name, value in asdict(self).items() if name in names and value is not None}
 
 
-def default_config(op: str, chip: str, K: int, V: int, dtype: str, fast: bool) -> Config:
-    """The configuration that ships for long sequences and many heads."""
-    from fla_npu.ops.common.tune import default
-
-    return default(op, chip, K, V, dtype, fast)
-
-
 def piece_size(lower_bound: float | None, chunk: int) -> int:
     """Rows of a piece of a chunk whose scores have one reference, given the bound of log decays (None: unknown).
 
