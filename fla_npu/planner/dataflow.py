@@ -14,15 +14,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fla_npu.planner.chips import Chip
 
 Unit = Literal["matrix", "vector", "move"]
 Space = Literal["GM", "UB", "L1", "L0C"]
 Role = Literal["input", "output", "state_in", "state_out", "intermediate"]
-Expr = str | tuple  # type: ignore[type-arg]
-"""A tensor's name, or (function, operand, ...). Functions: see `FUNCTIONS`."""
+Node = tuple[Any, ...]
+"""(function, operand, ...), see `FUNCTIONS`."""
+Expr = str | Node
+"""A tensor's name, or a node."""
 
 ITEMSIZE: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
 
@@ -116,7 +118,7 @@ class Operator:
     """One operator: `output = expr`, on one unit. Its name is that of the tensor it makes."""
 
     output: str
-    expr: Expr
+    expr: Node
     phase: str
     """Row of the paper's table that it belongs to: gate, kkt, solve, wu, h or o."""
     unit: Unit
@@ -196,7 +198,7 @@ def leaves(expr: Expr) -> Iterator[str]:
             yield from leaves(operand)
 
 
-def nodes(expr: Expr) -> Iterator[tuple]:  # type: ignore[type-arg]
+def nodes(expr: Expr) -> Iterator[Node]:
     """The applications of functions in an expression."""
     if not isinstance(expr, str):
         yield expr
@@ -294,7 +296,7 @@ class _Builder:
     def give(self, name: str, rows: int, columns: int, dtype: str, role: Role = "input") -> None:
         self.tensors[name] = Tensor(name, (rows, columns), dtype, role)
 
-    def make(self, phase: str, name: str, expr: Expr, role: Role = "intermediate", **more: str) -> str:
+    def make(self, phase: str, name: str, expr: Node, role: Role = "intermediate", **more: str) -> str:
         functions = {node[0] for node in nodes(expr)}
         unit: Unit = "matrix" if functions & {"dot", "invert"} else "vector"
         dtype = self.shape.dtype if role == "output" else self.shape.accumulate
@@ -349,7 +351,7 @@ def semantic(op: str, shape: ChunkShape | None = None) -> Graph:
         b.make("gate", "qd", ("mul", "q", "e"))
     row, column, query, write = ("kd", "ki", "qd", "kr") if kind.decay == "channel" else ("k", "k", "q", "k")
 
-    def masked(mask: str, product: str) -> Expr:
+    def masked(mask: str, product: str) -> Node:
         return (mask, ("mul", product, "D") if kind.decay == "scalar" else product)
 
     u = b.make("wu", "vb", ("mul", "v", "beta")) if kind.beta else "v"
@@ -490,7 +492,7 @@ def factor_weights(graph: Graph) -> Graph:
 
 
 def fused(graph: Graph) -> Graph:
-    """Vector operators with one reader, itself a vector operator, become part of that reader: no tensor between them."""
+    """Vector operators with one reader, itself a vector operator, become part of it: no tensor between them."""
     for one in graph.operators:
         readers = graph.readers[one.output]
         if one.unit != "vector" or len(readers) != 1 or readers[0].unit != "vector":
@@ -498,15 +500,18 @@ def fused(graph: Graph) -> Graph:
         if graph.tensors[one.output].role != "intermediate":
             continue
         reader = readers[0]
-        changed = replace(reader, expr=_substitute(reader.expr, one.output, one.expr))
+        changed = replace(reader, expr=_substitute(reader.expr, {one.output: one.expr}))
         return fused(_with(graph, [changed if o is reader else o for o in graph.operators if o is not one]))
     return graph
 
 
-def _substitute(expr: Expr, name: str, by: Expr) -> Expr:
-    if isinstance(expr, str):
-        return by if expr == name else expr
-    return (expr[0], *(_substitute(one, name, by) for one in expr[1:]))
+def _substitute(node: Node, by: Mapping[str, Expr]) -> Node:
+    """The node with tensors replaced."""
+
+    def one(expr: Expr) -> Expr:
+        return by.get(expr, expr) if isinstance(expr, str) else _substitute(expr, by)
+
+    return (node[0], *map(one, node[1:]))
 
 
 # Memories
@@ -547,10 +552,7 @@ def placed(graph: Graph, chip: Chip) -> Graph:
             copies = {name: bring(name, "L1", one.phase) for name in one.inputs}
         else:
             copies = {name: bring(name, "UB", one.phase) for name in one.inputs}
-        expr = one.expr
-        for name, copy in copies.items():
-            expr = _substitute(expr, name, copy)
-        operators.append(replace(one, expr=expr))
+        operators.append(replace(one, expr=_substitute(one.expr, copies)))
         if tensors[one.output].role == "output":
             # The operator writes UB; the tensor of that name in global memory is what leaves the core.
             made = f"{one.output}@UB"
