@@ -1,7 +1,45 @@
 """Modules of FLA's layers and models, under FLA's import paths."""
 
 from fla_npu.modules.causal_conv1d import ShortConvolution
+from fla_npu.modules.fused_cross_entropy import FusedCrossEntropyLoss
+from fla_npu.modules.fused_kl_div import FusedKLDivLoss
+from fla_npu.modules.fused_linear_cross_entropy import FusedLinearCrossEntropyLoss
 from fla_npu.modules.mlp import GatedMLP
-from fla_npu.modules.norm import FusedRMSNormGated, FusedRMSNormSwishGate, L2Norm, RMSNorm
+from fla_npu.modules.norm import (
+    FusedLayerNormGated,
+    FusedLayerNormSwishGate,
+    FusedLayerNormSwishGateLinear,
+    FusedRMSNormGated,
+    FusedRMSNormSwishGate,
+    FusedRMSNormSwishGateLinear,
+    GroupNorm,
+    GroupNormLinear,
+    L2Norm,
+    LayerNorm,
+    LayerNormLinear,
+    RMSNorm,
+    RMSNormLinear,
+)
+from fla_npu.modules.rotary import RotaryEmbedding
 
-__all__ = ["FusedRMSNormGated", "FusedRMSNormSwishGate", "GatedMLP", "L2Norm", "RMSNorm", "ShortConvolution"]
+__all__ = [
+    "FusedCrossEntropyLoss",
+    "FusedKLDivLoss",
+    "FusedLayerNormGated",
+    "FusedLayerNormSwishGate",
+    "FusedLayerNormSwishGateLinear",
+    "FusedLinearCrossEntropyLoss",
+    "FusedRMSNormGated",
+    "FusedRMSNormSwishGate",
+    "FusedRMSNormSwishGateLinear",
+    "GatedMLP",
+    "GroupNorm",
+    "GroupNormLinear",
+    "L2Norm",
+    "LayerNorm",
+    "LayerNormLinear",
+    "RMSNorm",
+    "RMSNormLinear",
+    "RotaryEmbedding",
+    "ShortConvolution",
+]

@@ -1,5 +1,31 @@
 """Older path of `fla_npu.modules.norm.layernorm`."""
 
-from fla_npu.modules.norm.layernorm import RMSNorm, rms_norm
+from fla_npu.modules.norm.layernorm import (
+    GroupNorm,
+    GroupNormLinear,
+    LayerNorm,
+    LayerNormLinear,
+    RMSNorm,
+    RMSNormLinear,
+    group_norm,
+    group_norm_linear,
+    layer_norm,
+    layer_norm_linear,
+    rms_norm,
+    rms_norm_linear,
+)
 
-__all__ = ["RMSNorm", "rms_norm"]
+__all__ = [
+    "GroupNorm",
+    "GroupNormLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "RMSNorm",
+    "RMSNormLinear",
+    "group_norm",
+    "group_norm_linear",
+    "layer_norm",
+    "layer_norm_linear",
+    "rms_norm",
+    "rms_norm_linear",
+]

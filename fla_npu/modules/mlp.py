@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from fla_npu.modules.blockwise import blockwise
+from fla_npu.modules.activations import powglu, swiglu, swiglu_linear
 
 
 class GatedMLP(nn.Module):
@@ -17,8 +16,7 @@ class GatedMLP(nn.Module):
         hidden_ratio: the inner size is 2/3 of `hidden_ratio * hidden_size`, rounded up to a multiple of 256; 4 when
             None.
         intermediate_size: the inner size itself.
-        hidden_act: `"swish"`, or `"powlu"`: `x ** (powglu_power / (sqrt(x) + 1)) * sigmoid(x)` for positive x,
-            `x * sigmoid(x)` for the others.
+        hidden_act: `"swish"`, or `"powlu"`, the gate of `powglu`.
         fuse_swiglu: accepted for FLA's sake, the result is the same.
         powglu_power: only read with `"powlu"`.
 
@@ -53,14 +51,14 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """x `[..., hidden_size]`; other keyword arguments are ignored, as in FLA."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        rows = tuple(t.reshape(1, -1, self.intermediate_size) for t in (gate, up))
-        return self.down_proj(blockwise(self._glu, rows).view(gate.shape))
+        return self.down_proj(swiglu(gate, up) if self.hidden_act == "swish" else powglu(gate, up, self.powglu_power))
 
-    def _glu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        if self.hidden_act == "swish":
-            return F.silu(gate) * up
-        positive = gate > 0
-        # The exponent's gradient is infinite at 0 and undefined below, so those entries go through as 1.
-        base = torch.where(positive, gate, 1.0)
-        power = base ** (self.powglu_power / (base.sqrt() + 1))
-        return torch.where(positive, power, gate) * torch.sigmoid(gate) * up
+
+class SwiGLULinear(nn.Module):
+    """`swiglu_linear` as a module without parameters."""
+
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x and y `[..., D]`, weight `[D', D]`, bias `[D']`."""
+        return swiglu_linear(x, y, weight, bias)

@@ -1,4 +1,4 @@
-"""The arithmetic that the RMS norms share."""
+"""The arithmetic that the norms share: a layer norm is the RMS norm of what is left without the mean."""
 
 from collections.abc import Callable
 
@@ -23,11 +23,13 @@ def rms(
     gate_first: bool = False,
     group_size: int | None = None,
     residual: torch.Tensor | None = None,
+    center: bool = False,
 ) -> torch.Tensor:
     """`s / sqrt(mean(s^2) + eps) * weight + bias`, `s = x + residual`, the result (or s, with `gate_first`) times
     `activation(gate)`.
 
-    x, gate and residual are `[..., D]`, weight and bias `[D]`; the mean is over D or over groups of `group_size`.
+    x, gate and residual are `[..., D]`, weight and bias `[D]`; the mean is over D or over groups of `group_size`. With
+    `center` the mean of a group is taken from its elements first.
     Returns x's shape and dtype; arithmetic is done in fp32 (fp64 for fp64 x) and rounded once.
     """
     D = x.shape[-1]
@@ -37,7 +39,7 @@ def rms(
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != (D,):
             raise ShapeError(f"{name} must be [{D}], got {tuple(t.shape)}")
-    if launch.takes(x, weight, bias, gate, residual):
+    if not center and launch.takes(x, weight, bias, gate, residual):
         from fla_npu.modules.kernels.norm import launch_norm
 
         return launch_norm(
@@ -66,6 +68,8 @@ def rms(
         if factor is not None and gate_first:
             x = x * factor
         grouped = x.unflatten(-1, (-1, group_size or D))
+        if center:
+            grouped = grouped - grouped.mean(-1, keepdim=True)
         y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).flatten(-2)
         if weight is not None:
             y = y * weight
