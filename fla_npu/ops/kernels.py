@@ -18,10 +18,9 @@ import torch
 from fla_npu import settings
 from fla_npu.ops.autograd import Result, gradients_wanted, with_gradients
 from fla_npu.ops.checks import StatePool
-from fla_npu.ops.common.configs import pad
-from fla_npu.ops.common.tune import config_for
 from fla_npu.ops.problem import Bounds, Problem, Tensors
 from fla_npu.planner.chips import chip as find_chip
+from fla_npu.planner.kernels import configuration
 
 WIDEST_HEAD = 256
 """Largest K of the kernels, and V of those by chunks: what they are compiled for."""
@@ -206,19 +205,18 @@ def _chunks(op: str, problem: Problem) -> Result:
     tensors, options, bounds = _plain(problem)
     device, dtype = tensors.v.device, tensors.v.dtype
     fast = precision() == "fast" and dtype != torch.float32
-    T, HV = tensors.v.shape[1:3]
-    N = tensors.v.shape[0] if bounds is None else len(bounds) - 1
-    config = config_for(
+    B, T, HV, V = tensors.v.shape
+    N = B if bounds is None else len(bounds) - 1
+    config = configuration(
         op,
         _chip(device),
-        pad(tensors.q.shape[3]),
-        pad(tensors.v.shape[3]),
-        _DTYPES[dtype],
-        fast,
+        K=tensors.q.shape[3],
+        V=V,
+        dtype=_DTYPES[dtype],
+        fast=fast,
         heads=HV,
         sequences=N,
-        length=T // max(N, 1),
-        cores=find_chip(_chip(device)).aicores,
+        tokens=B * T,
         bounded=options.decay == "scalar" or options.gate == "bounded",
     )
     lengths = problem.lengths if isinstance(bounds, Bounds) and bounds.known else None

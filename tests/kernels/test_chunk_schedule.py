@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from triton.runtime import interpreter
 
 from fla_npu.ops.common import launch
-from fla_npu.ops.common.configs import Config, pad
+from fla_npu.ops.common.configs import Config
 from fla_npu.ops.common.launch import launch_chunks
 from fla_npu.planner.schedule import Schedule
 from tests.kernels.calls import EPS, Call, bounds_of, check, definition, limits, make_call, run
@@ -56,8 +56,8 @@ def watched_writes() -> Iterator[Writes]:
 
 
 def schedule_of(call: Call, config: Config, cores: int, lengths: list[int] | None) -> Schedule:
-    T, HV, V = call.tensors.v.shape[1:]
-    return launch._plan(len(call.lengths), lengths, HV, cores, pad(V), config.fit(pad(V)), T)
+    bounds = None if call.bounds is None else torch.tensor(call.bounds)
+    return launch.dealt(call.tensors, call.options, config, cu_seqlens=bounds, lengths=lengths, cores=cores).schedule
 
 
 def check_writes(call: Call, config: Config, cores: int, lengths: list[int] | None) -> None:

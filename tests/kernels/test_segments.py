@@ -6,6 +6,7 @@ import torch
 from fla_npu.ops.common import segments
 from fla_npu.ops.common.configs import Config
 from fla_npu.ops.common.segments import launch_balanced, launch_segments
+from fla_npu.planner.kernels import SHORTEST
 from tests.kernels.calls import definition, limits, make_call
 
 CONFIG = Config(chunk=16, width=32)
@@ -43,7 +44,7 @@ def test_few_heads_of_a_long_sequence_are_cut_and_others_are_not(monkeypatch):
         tensors = make_call(T=T, H=1, HV=HV, K=16, V=16).tensors
         launch_balanced(tensors, make_call().options, CONFIG, cores=cores)
     cut, *others = taken
-    assert sum(cut[0]) == 4096 and len(cut[0]) == 4096 // 16 // segments.SHORTEST
+    assert sum(cut[0]) == 4096 and len(cut[0]) == 4096 // 16 // SHORTEST
     assert all(length % 16 == 0 for length in cut[0])
     assert others == [None, None, None]
 

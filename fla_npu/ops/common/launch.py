@@ -12,7 +12,7 @@ from fla_npu.ops.common.chunk_kernel import delta_rule_kernel
 from fla_npu.ops.common.configs import HALF, STRONG, Config, pad, piece_size, tile_size
 from fla_npu.ops.common.gate_kernel import launch_gates, launch_norms
 from fla_npu.ops.problem import Options, Tensors
-from fla_npu.planner.schedule import Schedule, equal_schedule, schedule
+from fla_npu.planner.kernels import DECAYS, Deal, deal
 
 
 class Shape(NamedTuple):
@@ -137,6 +137,8 @@ def launch_chunks(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     KP, VP = pad(K), pad(V)
     config = config.fit(VP)
+    cores = core_count(device) if cores is None else cores
+    plan = dealt(tensors, options, config, cu_seqlens=cu_seqlens, lengths=lengths, cores=cores).schedule
     q, k, v = (_rows(x, pad(x.shape[3])) for x in (q, k, v))
     h0 = None if tensors.initial_state is None else _state(tensors.initial_state, KP, VP, options.state_v_first)
     state = (VP, KP) if options.state_v_first else (KP, VP)
@@ -147,8 +149,6 @@ def launch_chunks(
             # The kernel writes the states of sequences with tokens.
             ht.copy_(h0) if h0 is not None else ht.zero_()
     o = torch.empty(B, T, HV, VP, dtype=v.dtype, device=device)
-    cores = core_count(device) if cores is None else cores
-    plan = _plan(N, lengths, HV, cores, VP, config, T)
     if N > 0 and T > 0:
         gates = launch_gates(
             tensors.g, tensors.beta, tensors.A_log, tensors.dt_bias, options, cu_seqlens, config.chunk, cores=None
@@ -181,10 +181,21 @@ def launch_chunks(
     return (o if VP == V else o[..., :V].contiguous()), ht
 
 
-def _plan(N: int, lengths: list[int] | None, HV: int, cores: int, V: int, config: Config, T: int) -> Schedule:
-    if lengths is None:
-        return equal_schedule(N, HV, cores, value_dim=V, tiles=config.tiles, length=T // max(N, 1), chunk=config.chunk)
-    return schedule(lengths, HV, cores, value_dim=V, tiles=config.tiles, chunk=config.chunk)
+def dealt(
+    tensors: Tensors,
+    options: Options,
+    config: Config,
+    *,
+    cu_seqlens: torch.Tensor | None,
+    lengths: list[int] | None,
+    cores: int,
+) -> Deal:
+    """What the planner makes of a call: who computes what of it. Arguments as those of `launch_chunks`."""
+    B, T, HV, V = tensors.v.shape
+    sequences, given = (B, [T] * B) if cu_seqlens is None else (len(cu_seqlens) - 1, lengths)
+    op = next(name for name, decay in DECAYS.items() if decay == options.decay)
+    known = None if given is None else tuple(given)
+    return deal(op, config, V=V, heads=HV, cores=cores, sequences=sequences, tokens=B * T, lengths=known)
 
 
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:

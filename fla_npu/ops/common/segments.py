@@ -8,27 +8,19 @@ taken for a sequence of its own the kernel itself computes all that is needed, i
 3. the call, with each segment's `S_in`. Its results are those of one launch up to the rounding of the states at the
    borders.
 
-That is three times the work, and worth it where one launch would leave most cores without work.
+That is three times the work, and worth it where one launch would leave most cores without work; `planner.kernels`
+decides.
 """
 
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
 from fla_npu.ops.common.ascend import core_count
-from fla_npu.ops.common.configs import Config, pad
-from fla_npu.ops.common.launch import launch_chunks
+from fla_npu.ops.common.configs import Config
+from fla_npu.ops.common.launch import dealt, launch_chunks
 from fla_npu.ops.problem import Options, Tensors
-from fla_npu.planner.schedule import equal_schedule, schedule
-
-PASSES = 3
-SHORTEST = 16
-"""Chunks that a segment has at least: below, the launches and small products cost more than they save."""
-
-WORTH = 0.8
-"""Part of the modelled time of one launch that the three together may take. A guess, to be measured on a device."""
 
 
 def launch_balanced(
@@ -41,11 +33,9 @@ def launch_balanced(
     fast: bool = False,
     cores: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`launch_chunks`, in segments where the schedule says that they end earlier. Arguments and results as there."""
+    """`launch_chunks`, in segments where the planner says that they end earlier. Arguments and results as there."""
     cores = core_count(tensors.v.device) if cores is None else cores
-    B, T, HV, V = tensors.v.shape
-    known = (T,) * B if cu_seqlens is None else tuple(lengths or ())
-    segments = _segments(known, HV, cores, pad(V), config.fit(pad(V))) if known else None
+    segments = dealt(tensors, options, config, cu_seqlens=cu_seqlens, lengths=lengths, cores=cores).segments
     if segments is None:
         return launch_chunks(
             tensors, options, config, cu_seqlens=cu_seqlens, lengths=lengths, fast=fast, cores=cores
@@ -114,33 +104,3 @@ def launch_segments(
             states[n] = final[end - 1]
     S = torch.stack(states)
     return o, S.transpose(2, 3).contiguous() if options.state_v_first else S
-
-
-@lru_cache(maxsize=256)
-def _segments(
-    lengths: tuple[int, ...], heads: int, cores: int, V: int, config: Config
-) -> tuple[tuple[int, ...], ...] | None:
-    """Segments per sequence, or None where one launch ends earlier by the schedule's model."""
-    units = len(lengths) * heads * -(-V // config.width)
-    if units == 0 or units * PASSES > cores:
-        return None
-    parts = cores // units
-    segments = tuple(_cut(length, parts, config.chunk) for length in lengths)
-    flat = [length for sequence in segments for length in sequence]
-    if len(flat) <= len(lengths):
-        return None
-    sizes = {"value_dim": V, "tiles": config.tiles, "chunk": config.chunk}
-    if len(set(lengths)) == 1:
-        whole = equal_schedule(len(lengths), heads, cores, length=lengths[0], **sizes)  # type: ignore[arg-type]
-    else:
-        whole = schedule(list(lengths), heads, cores, **sizes)  # type: ignore[arg-type]
-    cut = schedule(flat, heads, cores, **sizes)  # type: ignore[arg-type]
-    return segments if PASSES * cut.makespan < WORTH * whole.makespan else None
-
-
-def _cut(length: int, parts: int, chunk: int) -> tuple[int, ...]:
-    """About equal segments of whole chunks, at most `parts` of them."""
-    chunks = -(-length // chunk)
-    parts = max(1, min(parts, chunks // SHORTEST))
-    ends = [min(length, chunks * part // parts * chunk) for part in range(parts + 1)]
-    return tuple(b - a for a, b in pairwise(ends) if b > a)

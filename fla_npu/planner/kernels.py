@@ -1,0 +1,160 @@
+"""The static choices of the chunk kernels: with which configuration a call runs, and who computes what of it.
+
+The launchers ask `configuration` and `deal` and decide nothing themselves; `plan.py` reports what these two say. Both
+cost microseconds once asked before, and neither waits for a device: lengths that the host does not know are not needed.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+from fla_npu.ops.common.configs import Config, pad
+from fla_npu.ops.common.tune import config_for
+from fla_npu.planner.chips import chip as find_chip
+from fla_npu.planner.schedule import Cost, Schedule, equal_schedule, schedule
+
+DECAYS: Mapping[str, str] = MappingProxyType({"chunk_gdn": "scalar", "chunk_kda": "channel"})
+"""The ops that have a chunk kernel, and the kind of decay that its constants name."""
+
+PASSES = 3
+"""Launches of a call in segments, over all its tokens each; see `ops/common/segments.py`."""
+
+SHORTEST = 16
+"""Chunks that a segment has at least: below, the launches and small products cost more than they save."""
+
+WORTH = 0.8
+"""Part of the modelled time of one launch that the three together may take. A guess, to be measured on a device."""
+
+Segments = tuple[tuple[int, ...], ...]
+"""Lengths of the segments of each sequence."""
+
+
+class Deal(NamedTuple):
+    """Who computes what of a call."""
+
+    schedule: Schedule
+    """Of one launch."""
+    segments: Segments | None
+    """Where three launches over parts of the sequences end earlier: their lengths."""
+
+
+def configuration(
+    op: str,
+    chip: str,
+    *,
+    K: int,
+    V: int,
+    dtype: str,
+    fast: bool,
+    heads: int,
+    sequences: int,
+    tokens: int,
+    bounded: bool = True,
+) -> Config:
+    """Tile sizes and compiler options of a call: what tuning found on this machine, else what ships.
+
+    Args:
+        op: in `DECAYS`.
+        chip: a chip of `planner.chips`.
+        K, V: head dimensions, up to 256.
+        dtype: of the inputs: `fp16`, `bf16` or `fp32`.
+        fast: whether products take 16-bit operands.
+        heads: value heads.
+        sequences, tokens: of the call, tokens in all.
+        bounded: False for KDA whose log decays have no known bound.
+
+    Raises:
+        ValueError: an argument is not among those named here.
+    """
+    found = find_chip(chip)
+    chosen = config_for(
+        op,
+        found.name,
+        pad(K),
+        pad(V),
+        dtype,
+        fast,
+        heads=heads,
+        sequences=sequences,
+        length=tokens // max(sequences, 1),
+        cores=found.aicores,
+        bounded=bounded,
+    )
+    return chosen.fit(pad(V))
+
+
+def deal(
+    op: str,
+    config: Config,
+    *,
+    V: int,
+    heads: int,
+    cores: int,
+    sequences: int,
+    tokens: int,
+    lengths: tuple[int, ...] | None = None,
+) -> Deal:
+    """Who computes what of a call with a configuration.
+
+    Args:
+        op: in `DECAYS`.
+        config: see `configuration`.
+        V: value head dimension.
+        heads: value heads.
+        cores: programs of a launch.
+        sequences, tokens: of the call, tokens in all.
+        lengths: of the sequences, where the host knows them. Without, nothing is cut and no table is made.
+    """
+    return _deal(op, config.fit(pad(V)), pad(V), heads, cores, sequences, tokens, lengths)
+
+
+# Few: what is kept of unequal lengths has an entry per unit.
+@lru_cache(maxsize=128)
+def _deal(
+    op: str,
+    config: Config,
+    V: int,
+    heads: int,
+    cores: int,
+    sequences: int,
+    tokens: int,
+    lengths: tuple[int, ...] | None,
+) -> Deal:
+    cost = schedule_cost(op)
+    if lengths is None:
+        length = tokens // max(sequences, 1)
+        whole = equal_schedule(
+            sequences, heads, cores, value_dim=V, tiles=config.tiles, length=length, chunk=config.chunk, cost=cost
+        )
+        return Deal(whole, None)
+    whole = schedule(lengths, heads, cores, value_dim=V, tiles=config.tiles, chunk=config.chunk, cost=cost)
+    return Deal(whole, _segments(lengths, heads, cores, V, config, whole, cost))
+
+
+def _segments(
+    lengths: tuple[int, ...], heads: int, cores: int, V: int, config: Config, whole: Schedule, cost: Cost
+) -> Segments | None:
+    """Segments where they end earlier by the schedule's model than the schedule of one launch."""
+    units = len(lengths) * heads * -(-V // config.width)
+    if units == 0 or units * PASSES > cores:
+        return None
+    segments = tuple(_cut(length, cores // units, config.chunk) for length in lengths)
+    flat = [length for sequence in segments for length in sequence]
+    if len(flat) <= len(lengths):
+        return None
+    cut = schedule(flat, heads, cores, value_dim=V, tiles=config.tiles, chunk=config.chunk, cost=cost)
+    return segments if PASSES * cut.makespan < WORTH * whole.makespan else None
+
+
+def _cut(length: int, parts: int, chunk: int) -> tuple[int, ...]:
+    """About equal segments of whole chunks, at most `parts` of them."""
+    chunks = -(-length // chunk)
+    parts = max(1, min(parts, chunks // SHORTEST))
+    ends = [min(length, chunks * part // parts * chunk) for part in range(parts + 1)]
+    return tuple(b - a for a, b in pairwise(ends) if b > a)
+
+
+def schedule_cost(op: str) -> Cost:
+    return Cost()
