@@ -7,6 +7,7 @@ from typing import Any, Literal
 from fla_npu.compiler.bishengir import Outcome
 from fla_npu.compiler.count import Device, Loop, Totals, chunk_loop, devices, loops
 from fla_npu.compiler.hivm import Module, Op, ParseError
+from fla_npu.planner.chips import chip
 
 Split = Literal["held", "lost", "none"]
 
@@ -247,7 +248,7 @@ def _analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...]
     common: dict[str, Any] = {**head, "verdict": outcome.verdict, "needs": outcome.needs}
     if module is None:
         return Report(**common, retried=outcome.retried, message=outcome.message)
-    found = devices(module, arguments)
+    target, found = chip(head["chip"]), devices(module, arguments)
     structured = all(device.structured for device in found)
     chunks = {device: chunk_loop(device) for device in found} if structured else {}
     bodies = [device.full(chosen[1].regions[-1])[0] for device, chosen in chunks.items() if chosen is not None]
@@ -257,7 +258,7 @@ def _analyse(outcome: Outcome, module: Module | None, arguments: tuple[str, ...]
         retried=outcome.retried,
         split=_split(outcome, found),
         peak=peaks(found),
-        limit={name: module.limits.get(f"{name}_SIZE", 0) // 8 for name in ("UB", "L1", "L0C")},
+        limit={"UB": target.ub_bytes, "L1": target.l1_bytes, "L0C": target.l0c_bytes or 0},
         workspace=module.host_value("infer_workspace_shape_function") or 0,
         syncs=sum(1 for d in found for op in d.function.body.walk() if op.name == "hivm.hir.sync_block_set"),
         chunk=_sum(bodies) if bodies else None,

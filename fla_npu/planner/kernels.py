@@ -15,8 +15,8 @@ from fla_npu.ops.common.tune import config_for
 from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.schedule import Cost, Schedule, equal_schedule, schedule
 
-DECAYS: Mapping[str, str] = MappingProxyType({"chunk_gdn": "scalar", "chunk_kda": "channel"})
-"""The ops that have a chunk kernel, and the kind of decay that its constants name."""
+KERNELS: Mapping[str, str] = MappingProxyType({"chunk_gdn": "gdn", "chunk_kda": "kda"})
+"""The chunk kernels, and the row of `dataflow.RECURRENCES` that each computes."""
 
 PASSES = 3
 """Launches of a call in segments, over all its tokens each; see `ops/common/segments.py`."""
@@ -56,7 +56,7 @@ def configuration(
     """Tile sizes and compiler options of a call: what tuning found on this machine, else what ships.
 
     Args:
-        op: in `DECAYS`.
+        op: in `KERNELS`.
         chip: a chip of `planner.chips`.
         K, V: head dimensions, up to 256.
         dtype: of the inputs: `fp16`, `bf16` or `fp32`.
@@ -99,7 +99,7 @@ def deal(
     """Who computes what of a call with a configuration.
 
     Args:
-        op: in `DECAYS`.
+        op: a row of `dataflow.RECURRENCES`.
         config: see `configuration`.
         V: value head dimension.
         heads: value heads.

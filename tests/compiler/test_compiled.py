@@ -112,6 +112,9 @@ def test_fused_forward_has_the_known_figures(compiled, name, macs, cube, vector,
     }
     assert chunk.by("syncs") == {"FIX": 12, "MTE3": 15, "S": 2}
     assert tuple(report.peak[memory] for memory in ("UB", "L1", "L0C")) == peak
+    # The chip table says what the compiler says.
+    limits = compiled[name].module.limits
+    assert {memory: limits[f"{memory}_SIZE"] // 8 for memory in report.limit} == dict(report.limit)
     assert dict(report.limit) == {"UB": 196_608, "L1": 524_288, "L0C": 131_072}
     assert report.workspace == workspace
 
@@ -283,7 +286,7 @@ def test_a5_has_no_workspace_and_the_same_products(compiled, on_a5):
     assert set(report.chunk.by("on_core")) == {"l0c to ub", "ub to l1"}
     assert report.chunk.by("macs") == compiled["gdn64"].report.chunk.by("macs")
     assert report.chunk.l1_to_l0 == compiled["gdn64"].report.chunk.l1_to_l0
-    assert report.limit["UB"] == 248 * 1024
+    assert report.limit["UB"] == 248 * 1024 == on_a5["gdn64"].module.limits["UB_SIZE"] // 8
     assert 0 < report.peak["UB"] <= report.limit["UB"]
 
 

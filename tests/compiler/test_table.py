@@ -7,6 +7,7 @@ import pytest
 
 from fla_npu.compiler import table
 from fla_npu.compiler.table import ideal_bytes
+from fla_npu.planner.chips import chip
 
 TABLE = table.load()
 ROWS = TABLE["rows"]
@@ -82,6 +83,14 @@ def test_chips_of_one_architecture_have_one_program():
     several = [found for found in by_name.values() if len(found) > 1]
     assert several
     assert all(one == found[0] for found in several for one in found)
+
+
+def test_limits_are_those_of_the_chip_table():
+    limited = [row for row in ROWS if row.get("limit_bytes")]
+    assert {row["chip"] for row in limited} >= {*ALIKE, "950"}
+    for row in limited:
+        one = chip(row["chip"])
+        assert row["limit_bytes"] == {"UB": one.ub_bytes, "L1": one.l1_bytes, "L0C": one.l0c_bytes}
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from fla_npu.ops.common.configs import Config, pad
 from fla_npu.ops.common.launch import Shape, constants, pointers
 from fla_npu.ops.problem import Options
 from fla_npu.planner.chips import chip as find_chip
-from fla_npu.planner.kernels import DECAYS, deal
+from fla_npu.planner.dataflow import RECURRENCES
+from fla_npu.planner.kernels import KERNELS, deal
 
 PRECISIONS = ("exact", "fast")
 
@@ -62,8 +63,8 @@ def build_for(
     Raises:
         ValueError: an argument is not among those named here.
     """
-    if op not in DECAYS:
-        raise ValueError(f"op must be one of {', '.join(DECAYS)}, got {op!r}")
+    if op not in KERNELS:
+        raise ValueError(f"op must be one of {', '.join(KERNELS)}, got {op!r}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be exact or fast, got {precision!r}")
     cores = find_chip(chip).aicores
@@ -74,10 +75,10 @@ def build_for(
     H = qk_heads or heads
     bounded = op == "chunk_kda" and lower_bound is not None
     options = Options(
-        decay=DECAYS[op], scale=K**-0.5, qk_l2norm=qk_l2norm, gate="bounded" if bounded else "none",
+        decay=RECURRENCES[KERNELS[op]].decay, scale=K**-0.5, qk_l2norm=qk_l2norm, gate="bounded" if bounded else "none",
         lower_bound=lower_bound if bounded else None, state_v_first=state_v_first, output_final_state=True,
     )  # fmt: skip
-    split = deal(op, config, V=V, heads=heads, cores=cores, sequences=1, tokens=seq).schedule.split
+    split = deal(KERNELS[op], config, V=V, heads=heads, cores=cores, sequences=1, tokens=seq).schedule.split
     fixed = constants(
         Shape(heads, H, KP, VP),
         options,
@@ -133,17 +134,17 @@ def shipped_calls(chip: str) -> tuple[tuple[KernelBuild, ChunkCall | None], ...]
     """What ships, and how the chunk kernels among it are evaluated. Those that calls depend on most come first."""
     calls: list[dict[str, Any]] = [
         {"op": op, "dtype": dtype, "precision": precision}
-        for dtype, precision, op in product(("bf16", "fp16"), ("exact", "fast"), DECAYS)
+        for dtype, precision, op in product(("bf16", "fp16"), ("exact", "fast"), KERNELS)
     ]
     # The gate of Kimi models has no bound.
     calls += [
         {"op": "chunk_kda", "lower_bound": None, "dtype": dtype, "precision": precision}
         for dtype, precision in (("bf16", "exact"), ("bf16", "fast"), ("fp16", "exact"), ("fp16", "fast"))
     ]
-    calls += [{"op": op, "has_h0": False, "qk_l2norm": True} for op in DECAYS]
+    calls += [{"op": op, "has_h0": False, "qk_l2norm": True} for op in KERNELS]
     calls += [
         {"op": op, "heads": 32, "qk_heads": 16, "qk_l2norm": True, "state_v_first": True, "varlen": True}
-        for op in DECAYS
+        for op in KERNELS
     ]
     calls += [
         {"op": "chunk_kda", "lower_bound": None, "qk_l2norm": True, "state_v_first": True, "varlen": True},
@@ -152,14 +153,14 @@ def shipped_calls(chip: str) -> tuple[tuple[KernelBuild, ChunkCall | None], ...]
     # More heads than cores by a few: a launch with whole units and tiles, which is two chunk loops. Those of KDA do not
     # fit into UB beside each other (1,710,080 bits of 1,572,864 with tiles of 64).
     calls.append({"op": "chunk_gdn", "heads": find_chip(chip).aicores + 4, "config": Config(tile=64)})
-    calls += [{"op": op, "dtype": "fp32"} for op in DECAYS]
+    calls += [{"op": op, "dtype": "fp32"} for op in KERNELS]
     calls += [
         {"op": op, "dtype": dtype, "precision": precision, "K": 64, "V": 64}
-        for dtype, precision, op in product(("bf16", "fp16"), ("exact", "fast"), DECAYS)
+        for dtype, precision, op in product(("bf16", "fp16"), ("exact", "fast"), KERNELS)
     ]
-    calls += [{"op": op, "K": 256, "V": 256, "precision": precision} for precision in PRECISIONS for op in DECAYS]
-    calls += [{"op": op, "K": K, "V": V} for K, V in ((96, 192), (60, 100)) for op in DECAYS]
-    calls += [{"op": op, "qk_l2norm": True, "precision": "fast", "has_h0": False, "varlen": True} for op in DECAYS]
+    calls += [{"op": op, "K": 256, "V": 256, "precision": precision} for precision in PRECISIONS for op in KERNELS]
+    calls += [{"op": op, "K": K, "V": V} for K, V in ((96, 192), (60, 100)) for op in KERNELS]
+    calls += [{"op": op, "qk_l2norm": True, "precision": "fast", "has_h0": False, "varlen": True} for op in KERNELS]
     calls += [
         {"op": "chunk_kda", "lower_bound": None, "dtype": "fp32"},
         {"op": "chunk_kda", "lower_bound": None, "K": 64, "V": 64},

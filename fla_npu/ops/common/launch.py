@@ -12,7 +12,8 @@ from fla_npu.ops.common.chunk_kernel import delta_rule_kernel
 from fla_npu.ops.common.configs import HALF, STRONG, Config, pad, piece_size, tile_size
 from fla_npu.ops.common.gate_kernel import launch_gates, launch_norms
 from fla_npu.ops.problem import Options, Tensors
-from fla_npu.planner.kernels import DECAYS, Deal, deal
+from fla_npu.planner.dataflow import RECURRENCES
+from fla_npu.planner.kernels import KERNELS, Deal, deal
 
 
 class Shape(NamedTuple):
@@ -193,7 +194,7 @@ def dealt(
     """What the planner makes of a call: who computes what of it. Arguments as those of `launch_chunks`."""
     B, T, HV, V = tensors.v.shape
     sequences, given = (B, [T] * B) if cu_seqlens is None else (len(cu_seqlens) - 1, lengths)
-    op = next(name for name, decay in DECAYS.items() if decay == options.decay)
+    op = next(op for op in KERNELS.values() if RECURRENCES[op].decay == options.decay)
     known = None if given is None else tuple(given)
     return deal(op, config, V=V, heads=HV, cores=cores, sequences=sequences, tokens=B * T, lengths=known)
 
