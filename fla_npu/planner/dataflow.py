@@ -500,16 +500,16 @@ def fused(graph: Graph) -> Graph:
         if graph.tensors[one.output].role != "intermediate":
             continue
         reader = readers[0]
-        changed = replace(reader, expr=_substitute(reader.expr, {one.output: one.expr}))
+        changed = replace(reader, expr=substituted(reader.expr, {one.output: one.expr}))
         return fused(_with(graph, [changed if o is reader else o for o in graph.operators if o is not one]))
     return graph
 
 
-def _substitute(node: Node, by: Mapping[str, Expr]) -> Node:
+def substituted(node: Node, by: Mapping[str, Expr]) -> Node:
     """The node with tensors replaced."""
 
     def one(expr: Expr) -> Expr:
-        return by.get(expr, expr) if isinstance(expr, str) else _substitute(expr, by)
+        return by.get(expr, expr) if isinstance(expr, str) else substituted(expr, by)
 
     return (node[0], *map(one, node[1:]))
 
@@ -552,7 +552,7 @@ def placed(graph: Graph, chip: Chip) -> Graph:
             copies = {name: bring(name, "L1", one.phase) for name in one.inputs}
         else:
             copies = {name: bring(name, "UB", one.phase) for name in one.inputs}
-        operators.append(replace(one, expr=_substitute(one.expr, copies)))
+        operators.append(replace(one, expr=substituted(one.expr, copies)))
         if tensors[one.output].role == "output":
             # The operator writes UB; the tensor of that name in global memory is what leaves the core.
             made = f"{one.output}@UB"

@@ -1,0 +1,719 @@
+"""Lifetimes of a chunk's tensors, and the order of its operators that needs the least memory.
+
+What is alive in a memory during a step, by four rules:
+
+* A tensor is alive from the step that makes it to its last reader. A move needs source and destination at once, so a
+  product is whole in L0C and whole in UB while it moves.
+* With `buffers=2`, inputs and outputs have two places for the whole chunk, so that the next chunk is loaded and the
+  last one stored meanwhile (a queue of depth two, the custom on Ascend). With 1 they are tensors like others.
+* The state's place is static, because the next chunk runs the same program. If nothing reads the old state after the
+  new one is written, the new one takes its place; else there are two places for the whole chunk, which swap roles.
+* A vector operator writes over an input of the same shape and bytes that dies with it, if it reads it by elements.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+from fla_npu.planner.chips import KIB, Chip
+from fla_npu.planner.dataflow import (
+    RECURRENCES,
+    Expr,
+    Graph,
+    Operator,
+    Space,
+    leaves,
+    placed,
+    rewritten,
+    semantic,
+    substituted,
+    verify,
+)
+
+SPACES: tuple[Space, ...] = ("UB", "L1", "L0C")
+"""The memories whose bytes are counted."""
+
+Order = tuple[str, ...]
+"""Names of all operators of a graph, each after what it reads."""
+
+_NOT_ELEMENTWISE = {"t", "last", "decay", "cumsum"}
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A tensor takes its bytes in a memory during the steps `first ... last`."""
+
+    tensor: str
+    space: Space
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A placed graph in an order, and the most bytes alive in each memory."""
+
+    graph: Graph
+    order: Order
+    peaks: Mapping[Space, int]
+    buffers: int = 2
+    """Places of each input and output."""
+    spilled: tuple[str, ...] = ()
+    """Tensors that wait in global memory between two uses."""
+
+
+def capacities(chip: Chip) -> Mapping[Space, int]:
+    """Bytes of the memories of one core of a chip; a size that is not known is left out and limits nothing."""
+    sizes = {"UB": chip.ub_bytes, "L1": chip.l1_bytes, "L0C": chip.l0c_bytes}
+    return {space: size for space in SPACES if (size := sizes[space]) is not None}
+
+
+class _Model:
+    """A placed graph as bit masks over its operators, which are numbered as they stand."""
+
+    def __init__(self, graph: Graph, buffers: int) -> None:
+        if any(one.space is None for one in graph.tensors.values()):
+            raise ValueError(
+                f"graph must be placed on a chip, got the {graph.form} graph of {graph.op} with no memories"
+            )
+        if buffers not in (1, 2):
+            raise ValueError(f"buffers must be 1 or 2, got {buffers!r}")
+        self.graph = graph
+        self.names = [one.name for one in graph.operators]
+        self.index = {name: i for i, name in enumerate(self.names)}
+        self.all = (1 << len(self.names)) - 1
+        self.readers = dict.fromkeys(graph.tensors, 0)
+        self.before = []
+        for i, one in enumerate(graph.operators):
+            mask = 0
+            for name in one.inputs:
+                self.readers[name] |= 1 << i
+                if name in self.index:
+                    mask |= 1 << self.index[name]
+            self.before.append(mask)
+        self.state, self.new_state = graph.state
+        self.static = self._static(buffers)
+        self.counted = {
+            name: SPACES.index(one.space)
+            for name, one in graph.tensors.items()
+            if one.space in SPACES and name not in self.static
+        }
+        self.over = [self._may_overwrite(one) for one in graph.operators]
+        self.made: list[tuple[int, int] | None] = []
+        self.frees: list[list[tuple[int, int, int]]] = []
+        for one in graph.operators:
+            counted = one.output in self.counted
+            self.made.append((self.counted[one.output], graph.tensors[one.output].bytes) if counted else None)
+            reads = [*one.inputs, one.output]
+            self.frees.append(
+                [(self.readers[x], self.counted[x], graph.tensors[x].bytes) for x in reads if x in self.counted]
+            )
+
+    def _static(self, buffers: int) -> dict[str, int]:
+        """Places that a tensor has for the whole chunk, the state's second one aside."""
+        graph = self.graph
+        places = {name: 1 for name in graph.tensors if name == self.state}
+        places |= {name: 0 for name in graph.tensors if name == self.new_state}
+        for one in graph.operators:
+            if one.unit != "move" or buffers == 1:
+                continue
+            source = graph.tensors[one.inputs[0]]
+            if source.role == "input":
+                places[one.output] = 2
+            if graph.tensors[one.output].role == "output":
+                places[source.name] = 2
+        return places
+
+    def _may_overwrite(self, one: Operator) -> tuple[int, ...]:
+        """Readers of each input whose place the output may take."""
+        if one.unit != "vector" or one.output not in self.counted:
+            return ()
+        tensors = self.graph.tensors
+        output = tensors[one.output]
+        whole = set(one.inputs) - set(_not_elementwise(one.expr))
+        return tuple(
+            self.readers[name]
+            for name in one.inputs
+            if name in whole and name in self.counted
+            and (tensors[name].shape, tensors[name].bytes) == (output.shape, output.bytes)
+        )  # fmt: skip
+
+    def two_states(self, done: int) -> bool:
+        """Whether the new state, written after `done`, finds readers of the old one still to come."""
+        return bool(self.readers.get(self.state, 0) & ~done & ~(1 << self.index[self.new_state]))
+
+    def reserve(self, states: int) -> tuple[int, ...]:
+        """Bytes of the static places in each memory."""
+        taken = [0] * len(SPACES)
+        for name, places in self.static.items():
+            tensor = self.graph.tensors[name]
+            if tensor.space in SPACES:
+                taken[SPACES.index(tensor.space)] += tensor.bytes * (states if name == self.state else places)
+        return tuple(taken)
+
+    def step(self, done: int, alive: tuple[int, ...], i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes during operator i and after it, given those before it."""
+        now = done | 1 << i
+        during, after = list(alive), list(alive)
+        made = self.made[i]
+        if made is not None:
+            space, size = made
+            after[space] += size
+            if not any(not readers & ~now for readers in self.over[i]):
+                during[space] += size
+        for readers, space, size in self.frees[i]:
+            if not readers & ~now:
+                after[space] -= size
+        return tuple(during), tuple(after)
+
+    def least(self, start: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Bytes that operators need at least, each alone with what it reads."""
+        found = [start]
+        for i, one in enumerate(self.graph.operators):
+            alive = list(start)
+            for name in one.inputs:
+                if name in self.counted:
+                    alive[self.counted[name]] += self.graph.tensors[name].bytes
+            made = self.made[i]
+            if made is not None and not self.over[i]:
+                alive[made[0]] += made[1]
+            found.append(tuple(alive))
+        return found
+
+    def ready(self, done: int) -> Iterator[int]:
+        for i, before in enumerate(self.before):
+            if not done >> i & 1 and not before & ~done:
+                yield i
+
+
+def _not_elementwise(expr: Expr) -> Iterator[str]:
+    """Tensors that an expression reads otherwise than element by element."""
+    if isinstance(expr, str):
+        return
+    for operand in expr[1:]:
+        if expr[0] in _NOT_ELEMENTWISE:
+            yield from leaves(operand)
+        else:
+            yield from _not_elementwise(operand)
+
+
+def _steps(graph: Graph, order: Sequence[str], buffers: int) -> tuple[_Model, list[int]]:
+    """The model and the numbers of an order."""
+    model = _Model(graph, buffers)
+    if sorted(order) != sorted(model.names):
+        raise ValueError(f"order must name each of the {len(model.names)} operators once, got {tuple(order)}")
+    numbers, done = [model.index[name] for name in order], 0
+    for i in numbers:
+        if missing := model.before[i] & ~done:
+            first = model.names[(missing & -missing).bit_length() - 1]
+            raise ValueError(f"order must run {first} before {model.names[i]}")
+        done |= 1 << i
+    return model, numbers
+
+
+def _states(model: _Model, numbers: Sequence[int]) -> int:
+    if model.new_state not in model.index:
+        return 1
+    done = sum(1 << i for i in numbers[: numbers.index(model.index[model.new_state])])
+    return 2 if model.two_states(done) else 1
+
+
+def occupancy(graph: Graph, order: Sequence[str], buffers: int = 2) -> Mapping[Space, tuple[int, ...]]:
+    """Bytes alive in each memory during each step of an order.
+
+    Args:
+        graph: placed.
+        order: names of all operators.
+        buffers: places of each input and output.
+
+    Raises:
+        ValueError: the graph is not placed; the order leaves out or repeats an operator, or runs one too early.
+    """
+    model, numbers = _steps(graph, order, buffers)
+    alive, done, rows = model.reserve(_states(model, numbers)), 0, []
+    for i in numbers:
+        during, alive = model.step(done, alive, i)
+        rows.append(during)
+        done |= 1 << i
+    return {space: tuple(row[at] for row in rows) for at, space in enumerate(SPACES)}
+
+
+def peaks(graph: Graph, order: Sequence[str], buffers: int = 2) -> Mapping[Space, int]:
+    """The most bytes alive in each memory; arguments and errors are those of `occupancy`."""
+    return {space: max(rows, default=0) for space, rows in occupancy(graph, order, buffers).items()}
+
+
+def lifetimes(graph: Graph, order: Sequence[str], buffers: int = 2) -> tuple[Lifetime, ...]:
+    """When each tensor is alive, in the order of its first step; arguments and errors are those of `occupancy`.
+
+    Static places are alive throughout. What is written over an input starts a step later than it is made: during that
+    step the bytes are the input's.
+    """
+    model, numbers = _steps(graph, order, buffers)
+    at = {model.names[i]: step for step, i in enumerate(numbers)}
+    end = len(numbers) - 1
+    states = _states(model, numbers)
+    found = []
+    for name, tensor in graph.tensors.items():
+        if tensor.space not in SPACES:
+            continue
+        if name in model.static:
+            places = states if name == model.state else model.static[name]
+            found += [Lifetime(name, tensor.space, 0, end, tensor.bytes)] * places
+            continue
+        first = at[name]
+        last = max((at[one.name] for one in graph.readers[name]), default=first)
+        done = sum(1 << i for i in numbers[: first + 1])
+        first += any(not readers & ~done for readers in model.over[model.index[name]])
+        if first <= last:
+            found.append(Lifetime(name, tensor.space, first, last, tensor.bytes))
+    return tuple(sorted(found, key=lambda one: (one.first, one.last, one.tensor)))
+
+
+# Operands of matrix products
+
+L0_BYTES = 64 * KIB
+"""Of L0A and of L0B, on every chip of the table."""
+
+_Operand = tuple[str, int]
+"""Key and bytes."""
+_Resident = tuple[tuple[_Operand, ...], tuple[_Operand, ...]]
+"""What is in L0A and in L0B, least recently used first."""
+
+
+def _operands(graph: Graph, one: Operator) -> tuple[_Operand, ...]:
+    """Left and right operand of a product; the inverse reads one. A transposed operand is another one."""
+    found = []
+    for expr in one.expr[1:]:
+        name, turned = (expr, "") if isinstance(expr, str) else (expr[1], "^T")
+        found.append((f"{name}{turned}", graph.tensors[name].bytes))
+    return tuple(found)
+
+
+def _load(graph: Graph, one: Operator, resident: _Resident, capacity: int) -> tuple[int, _Resident]:
+    """Bytes that a matrix operator loads, and what is resident after it."""
+    operands = _operands(graph, one)
+    if one.expr[0] == "invert":
+        # Its intermediates take both buffers (HA-NPU, Figure 11).
+        return sum(size for _, size in operands), ((), ())
+    loaded, sides = 0, []
+    for operand, side in zip(operands, resident, strict=True):
+        if operand not in side:
+            loaded += operand[1]
+        kept = [*(other for other in side if other != operand), operand]
+        while sum(size for _, size in kept) > capacity:
+            kept.pop(0)
+        sides.append(tuple(kept))
+    return loaded, (sides[0], sides[1])
+
+
+def operand_traffic(graph: Graph, order: Sequence[str], *, capacity: int = L0_BYTES) -> int:
+    """Bytes that a chunk's products load from L1 to L0A and L0B.
+
+    An operand that is still there is not loaded again; room is made by dropping the least recently used. The inverse
+    drops all. `capacity=0` keeps nothing, as where each product is an operator of its own.
+
+    Args:
+        graph: placed.
+        order: names of all operators.
+        capacity: bytes of either buffer.
+    """
+    model, numbers = _steps(graph, order, 1)
+    total, resident = 0, _EMPTY
+    for i in numbers:
+        one = model.graph.operators[i]
+        if one.unit == "matrix":
+            loaded, resident = _load(graph, one, resident, capacity)
+            total += loaded
+    return total
+
+
+_EMPTY: _Resident = ((), ())
+
+
+# Orders that have a name
+
+
+def semantic_order(graph: Graph) -> Order:
+    """The operators as they stand in the graph."""
+    return tuple(one.name for one in graph.operators)
+
+
+def rereading(graph: Graph) -> Graph:
+    """The placed graph of separate operators: each phase brings its own copy of the old state to the matrix unit.
+
+    With one copy for all, the operand copy in L1 serves the output after the state is written (Figure 10a of HA-NPU has
+    no such copy: there the old state itself waits).
+    """
+    state = graph.tensors[graph.state[0]]
+    copies = [one for one in graph.readers[state.name] if one.unit == "move"]
+    tensors, operators = dict(graph.tensors), list(graph.operators)
+    for copy in copies:
+        for phase in {one.phase: None for one in graph.readers[copy.output] if one.phase != copy.phase}:
+            name = f"{copy.output}:{phase}"
+            tensors[name] = replace(graph.tensors[copy.output], name=name)
+            first = next(i for i, one in enumerate(operators) if copy.output in one.inputs and one.phase == phase)
+            operators = [
+                replace(one, expr=substituted(one.expr, {copy.output: name})) if one.phase == phase else one
+                for one in operators
+            ]
+            operators.insert(first, replace(copy, output=name, phase=phase))
+    return verify(replace(graph, tensors=tensors, operators=tuple(operators)))
+
+
+def state_first(graph: Graph, chip: Chip, buffers: int = 2) -> Ordered:
+    """The order of `best` among those that write the new state before the output reads the old one.
+
+    Its graph is that of `rereading`: the old state waits, so the state has two places.
+    """
+    graph = rereading(graph)
+    model = _Model(graph, buffers)
+    at = model.index[model.new_state]
+    needed = 0
+    for i in reversed(range(at + 1)):
+        if i == at or needed >> i & 1:
+            needed |= model.before[i]
+    for i in range(len(model.names)):
+        if i != at and model.readers[model.state] >> i & 1 and not needed >> i & 1:
+            model.before[i] |= 1 << at
+    found = _search(model, chip, 2)
+    assert found is not None
+    return _ordered(graph, found.order, buffers)
+
+
+def is_chunk_first(graph: Graph, order: Sequence[str]) -> bool:
+    """Whether the new state is written after the last product that reads the old one (HA-NPU, Figure 10b)."""
+    old = {graph.state[0]}
+    old |= {one.output for one in graph.operators if one.unit == "move" and old & set(one.inputs)}
+    written = list(order).index(graph.state[1])
+    return not any(old & set(graph.producer[name].inputs) for name in order[written + 1 :])
+
+
+def is_gemm_first(graph: Graph, order: Sequence[str]) -> bool:
+    """Whether every product that can do without the inverse runs before it (Figure 11c); true if there is none."""
+    after: set[str] = set()
+    for one in graph.operators:
+        if one.expr[0] == "invert" or after & set(one.inputs):
+            after.add(one.output)
+    products = [name for name in order if graph.producer[name].unit == "matrix"]
+    return [name in after for name in products] == sorted(name in after for name in products)
+
+
+# The exact search
+
+
+def best(graph: Graph, chip: Chip, buffers: int = 2) -> Ordered:
+    """The order that needs the least memory, proven by exhaustion.
+
+    Of all orders, those that take the smallest part of the fullest memory; of these, those with the fewest bytes of UB;
+    of these, one that loads the fewest operands from L1. It may exceed the chip's memories: `fit` sees to that.
+
+    Args:
+        graph: placed on the chip.
+        buffers: places of each input and output.
+
+    Raises:
+        ValueError: the graph is not placed.
+    """
+    found = None
+    for states in (1, 2):
+        found = _search(_Model(graph, buffers), chip, states, found) or found
+    assert found is not None
+    return _ordered(graph, found.order, buffers)
+
+
+def _ordered(graph: Graph, order: Sequence[str], buffers: int, spilled: Sequence[str] = ()) -> Ordered:
+    return Ordered(graph, tuple(order), peaks(graph, order, buffers), buffers, tuple(spilled))
+
+
+class _Found(NamedTuple):
+    """An order with what it is chosen by."""
+
+    part: float
+    """Of the fullest memory."""
+    ub: int
+    traffic: int
+    order: Order
+
+
+def _part(chip: Chip) -> Callable[[tuple[int, ...]], float]:
+    """The part of the fullest memory that so many bytes in each take."""
+    sizes = capacities(chip)
+    scale = [1 / sizes[space] if space in sizes else 0.0 for space in SPACES]
+    return lambda alive: max(size * by for size, by in zip(alive, scale, strict=True))
+
+
+def _search(model: _Model, chip: Chip, states: int, than: _Found | None = None) -> _Found | None:
+    """The best order where the state has so many places; None if it is no better than another."""
+    if states == 1 and model.new_state in model.index:
+        at = model.index[model.new_state]
+        model.before[at] |= model.readers[model.state] & ~(1 << at)
+    part = _part(chip)
+    start = model.reserve(states)
+    if than is not None and max(map(part, model.least(start))) > than.part:
+        return None
+    most = _minimax(model, start, part, lambda alive: True)
+    ub = _minimax(model, start, lambda alive: alive[0], lambda alive: part(alive) <= most)
+    traffic, order = _cheapest(model, start, lambda alive: alive[0] <= ub and part(alive) <= most)
+    found = _Found(most, int(ub), traffic, tuple(model.names[i] for i in order))
+    return found if than is None or found[:3] < than[:3] else None
+
+
+def _minimax(
+    model: _Model,
+    start: tuple[int, ...],
+    cost: Callable[[tuple[int, ...]], float],
+    allowed: Callable[[tuple[int, ...]], bool],
+) -> float:
+    """The least that the most expensive step of an order can cost, over orders all of whose steps are allowed.
+
+    Best first over the sets of operators that can be done, from what single operators need. An operator that fits now
+    and leaves no memory fuller is run at once: in any order that runs it later, moving it here makes no step in between
+    fuller.
+    """
+    heap, seen = [(max(map(cost, model.least(start))), 0, 0, start)], set()
+    while heap:
+        most, left, done, alive = heappop(heap)
+        if done in seen:
+            continue
+        seen.add(done)
+        if done == model.all:
+            return most
+        nexts = []
+        for i in model.ready(done):
+            during, after = model.step(done, alive, i)
+            if not allowed(during):
+                continue
+            one = (max(most, cost(during)), left - 1, done | 1 << i, after)
+            if one[0] == most and all(x <= y for x, y in zip(after, alive, strict=True)):
+                nexts = [one]
+                break
+            nexts.append(one)
+        for one in nexts:
+            if one[2] not in seen:
+                heappush(heap, one)
+    raise AssertionError("every graph has an order")
+
+
+def _cheapest(
+    model: _Model, start: tuple[int, ...], allowed: Callable[[tuple[int, ...]], bool]
+) -> tuple[int, tuple[int, ...]]:
+    """The least operand traffic of an order all of whose steps are allowed, and that order.
+
+    As `_minimax`, over sets of done operators with what is resident in L0; only matrix operators cost, so only others
+    are run at once.
+    """
+    graph = model.graph
+    matrix = [one.unit == "matrix" for one in graph.operators]
+    needs = [
+        [(side, operand) for side, operand in enumerate(_operands(graph, one))] if one.unit == "matrix" else []
+        for one in graph.operators
+    ]
+
+    def least(done: int, resident: _Resident) -> int:
+        """What operators not done load at least: each operand that is not there, once."""
+        missing = {need for i, some in enumerate(needs) if not done >> i & 1 for need in some}
+        return sum(operand[1] for side, operand in missing if operand not in resident[side])
+
+    first = (0, _EMPTY)
+    came: dict[tuple[int, _Resident], tuple[tuple[int, _Resident], int]] = {}
+    paid = {first: 0}
+    heap, seen = [(least(*first), 0, 0, *first, start)], set()
+    while heap:
+        _, left, traffic, done, resident, alive = heappop(heap)
+        if (done, resident) in seen:
+            continue
+        seen.add((done, resident))
+        if done == model.all:
+            path, at = [], (done, resident)
+            while at != first:
+                at, i = came[at]
+                path.append(i)
+            return traffic, tuple(reversed(path))
+        nexts = []
+        for i in model.ready(done):
+            during, after = model.step(done, alive, i)
+            if not allowed(during):
+                continue
+            loaded, then = _load(graph, graph.operators[i], resident, L0_BYTES) if matrix[i] else (0, resident)
+            now = done | 1 << i
+            bound = traffic + loaded + least(now, then)
+            one = (bound, left - 1, traffic + loaded, now, then, after)
+            if not matrix[i] and all(x <= y for x, y in zip(after, alive, strict=True)):
+                nexts = [(one, i)]
+                break
+            nexts.append((one, i))
+        for one, i in nexts:
+            key = (one[3], one[4])
+            if key not in seen and (key not in paid or one[2] < paid[key]):
+                paid[key] = one[2]
+                came[key] = ((done, resident), i)
+                heappush(heap, one)
+    raise AssertionError("every graph has an order")
+
+
+# Spills
+
+
+def fit(graph: Graph, chip: Chip, order: Sequence[str] | None = None, buffers: int | None = None) -> Ordered:
+    """An order that exceeds no memory of the chip, with tensors moved to global memory and back where it must be.
+
+    Args:
+        graph: placed on the chip.
+        order: names of all operators; None takes the best.
+        buffers: places of each input and output; None takes two if nothing is spilled for it, else one.
+
+    Returns:
+        The order. Where it spills, its graph has the moves, and `spilled` names the tensors. The spills are those that
+        move the fewest bytes to and from global memory.
+
+    Raises:
+        ValueError: the graph is not placed, or not even spills make it fit; the message names the memory, the bytes
+            needed and there, and what would fit.
+    """
+    found = None
+    for depth in (2, 1) if buffers is None else (buffers,):
+        if _lacking(_Model(graph, depth), chip) is None:
+            found = best(graph, chip, depth) if order is None else _ordered(graph, order, depth)
+            if _fits(found.peaks, chip):
+                return found
+    found = found and _spilled(found, chip)
+    if found is None:
+        raise ValueError(_does_not_fit(graph, chip, 1 if buffers is None else buffers))
+    return found
+
+
+def _fits(needed: Mapping[Space, int], chip: Chip) -> bool:
+    sizes = capacities(chip)
+    return all(needed[space] <= size for space, size in sizes.items())
+
+
+def _lacking(model: _Model, chip: Chip) -> tuple[Space, int] | None:
+    """A memory that is too small for a single operator with the static places, and the bytes needed."""
+    sizes = capacities(chip)
+    for needed in model.least(model.reserve(1)):
+        for space, size in zip(SPACES, needed, strict=True):
+            if size > sizes.get(space, size):
+                return space, size
+    return None
+
+
+class _Gap(NamedTuple):
+    """Steps between two uses of a tensor, in which it may be elsewhere."""
+
+    tensor: str
+    after: int
+    until: int
+
+
+def _gaps(ordered: Ordered) -> list[_Gap]:
+    """All gaps of tensors in UB."""
+    graph, at = ordered.graph, {name: step for step, name in enumerate(ordered.order)}
+    model = _Model(graph, ordered.buffers)
+    found = []
+    for name in model.counted:
+        if graph.tensors[name].space == "UB":
+            uses = sorted({at[name], *(at[one.name] for one in graph.readers[name])})
+            found += [_Gap(name, *pair) for pair in pairwise(uses) if pair[1] - pair[0] > 1]
+    return found
+
+
+def _source(graph: Graph, name: str) -> str | None:
+    """The input in global memory that a tensor is a copy of, so that it need not be stored."""
+    one = graph.producer[name]
+    source = one.inputs[0]
+    return source if one.unit == "move" and graph.tensors[source].role == "input" else None
+
+
+def _spill_bytes(graph: Graph, gaps: Collection[_Gap]) -> int:
+    """Traffic with global memory: a tensor is stored once and loaded after each of its gaps."""
+    stored = {gap.tensor for gap in gaps if _source(graph, gap.tensor) is None}
+    return sum(graph.tensors[name].bytes for name in [*stored, *(gap.tensor for gap in gaps)])
+
+
+def _with_gaps(ordered: Ordered, gaps: Collection[_Gap]) -> tuple[Ordered, list[float]]:
+    """The order with moves around the gaps, and where its steps stand among the old ones."""
+    graph = ordered.graph
+    tensors, steps = dict(graph.tensors), []
+    now: dict[str, str] = {}
+    for step, name in enumerate(ordered.order):
+        one = graph.producer[name]
+        for gap in gaps:
+            if gap.until == step:
+                source = _source(graph, gap.tensor) or f"{gap.tensor}@GM"
+                now[gap.tensor] = back = f"{gap.tensor}~{step}"
+                tensors[back] = replace(graph.tensors[gap.tensor], name=back)
+                steps.append((step - 0.5, Operator(back, ("move", source), one.phase, "move")))
+        changed = replace(one, expr=substituted(one.expr, now), in_place=now.get(one.in_place or "", one.in_place))
+        steps.append((step, changed))
+        for gap in gaps:
+            store = f"{gap.tensor}@GM"
+            if gap.after == step and _source(graph, gap.tensor) is None and store not in tensors:
+                tensors[store] = replace(graph.tensors[gap.tensor], name=store, space="GM")
+                steps.append((step + 0.25, Operator(store, ("move", gap.tensor), one.phase, "move")))
+    changed_graph = verify(replace(graph, tensors=tensors, operators=tuple(one for _, one in steps)))
+    spilled = dict.fromkeys(gap.tensor for gap in gaps)
+    return _ordered(changed_graph, semantic_order(changed_graph), ordered.buffers, tuple(spilled)), [
+        at for at, _ in steps
+    ]
+
+
+def _spilled(ordered: Ordered, chip: Chip) -> Ordered | None:
+    """The cheapest spills that make an order fit, None if there are none.
+
+    Best first over sets of gaps: some gap around the first step that does not fit must be used.
+    """
+    sizes, gaps = capacities(chip), _gaps(ordered)
+    # More spills never make a step fuller, so all of them together tell whether any do.
+    if not _fits(_with_gaps(ordered, gaps)[0].peaks, chip):
+        return None
+    heap: list[tuple[int, tuple[_Gap, ...]]] = [(0, ())]
+    seen = set()
+    while heap:
+        _, used = heappop(heap)
+        if used in seen:
+            continue
+        seen.add(used)
+        found, stands = _with_gaps(ordered, used)
+        if _fits(found.peaks, chip):
+            return found
+        alive = occupancy(found.graph, found.order, found.buffers)["UB"]
+        full = next(at for at, size in zip(stands, alive, strict=True) if size > sizes["UB"])
+        for gap in gaps:
+            if gap not in used and gap.after < full < gap.until:
+                more = tuple(sorted((*used, gap)))
+                heappush(heap, (_spill_bytes(ordered.graph, more), more))
+    raise AssertionError("all gaps together fit")
+
+
+def _does_not_fit(graph: Graph, chip: Chip, buffers: int) -> str:
+    """Why, and the largest tile of V or chunk that would."""
+    sizes, shape = capacities(chip), graph.shape
+    lacking = _lacking(_Model(graph, buffers), chip)
+    if lacking is None:
+        needed = best(graph, chip, buffers).peaks
+        lacking = max(needed.items(), key=lambda one: one[1] / sizes.get(one[0], one[1] + 1))
+    space, size = lacking
+    sizes_are = f"C={shape.C}, K={shape.K}, V={shape.V}"
+    said = f"{graph.op} with {sizes_are} needs {size} bytes of {space}, {chip.name} has {sizes[space]}"
+    return f"{said}{_what_fits(graph, chip, buffers)}"
+
+
+def _what_fits(graph: Graph, chip: Chip, buffers: int) -> str:
+    """The next smaller tile of V, or chunk, that fits without spills."""
+    shape = graph.shape
+    smaller = [replace(shape, V=V) for V in _halves(shape.V)] + [replace(shape, C=C) for C in _halves(shape.C)]
+    for one in smaller if graph.op in RECURRENCES else ():
+        made = semantic(graph.op, one)
+        made = placed(rewritten(made) if graph.form == "rewritten" else made, chip)
+        if _lacking(_Model(made, buffers), chip) is None and _fits(best(made, chip, buffers).peaks, chip):
+            return f"; C={one.C}, K={one.K}, V={one.V} fits"
+    return ""
+
+
+def _halves(size: int) -> list[int]:
+    """Halves of a size, down to the 16 of the matrix unit's tiles."""
+    return [size >> by for by in range(1, size.bit_length()) if size >> by >= 16]
