@@ -52,11 +52,14 @@ _ATTO = 10**18
 
 
 class Way(NamedTuple):
-    """A way between memories whose copy can change the layout, and what that adds to the copy."""
+    """A way between memories on which a layout can change, and what that adds to the copy."""
 
     source: Space
     target: Space
     seconds_per_byte: float
+    """Of the tensor where it goes to, in blocked form."""
+    unit: Literal["vector", "move"] = "move"
+    """Whether the copy itself does it, or a pass of the vector unit over what is to be copied, rounded already."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class LayoutCosts:
     transform_seconds_per_byte: float
     """Of a pass of the vector unit that changes a layout, per byte of the tensor in blocked form."""
     ways: tuple[Way, ...]
-    """Ways that transform as they copy. On others a copy keeps the layout."""
+    """On others a copy keeps the layout."""
     broadcast: float = 2.0
     """Slowdown in blocked of an operation that repeats rows or columns: one instruction per column of tiles, two where
     rows repeat, not two in all. Assumed: with 15 cycles to start one, 64 x 128 takes 1.6 to 2.3 times as long."""
@@ -100,11 +103,12 @@ class LayoutCosts:
         All copies to and from global memory transform on the way: in hardware on A2, A3 and A5, as copies of single
         blocks on the 310 series. So do results of the matrix unit on A2, A3 and A5, a row of a tile a cycle. No copy
         from the vector to the matrix unit does on the core: the vendor's library emulates it and advises a pass of the
-        vector unit instead. Where units meet in global memory (`vector_to_cube`), both directions do.
+        vector unit, which is cheaper after rounding. Where units meet in global memory, copies transform both ways.
         """
         hertz = chip.rates.hertz or _HERTZ
         vector_bytes = chip.rates.vector_bytes_per_cycle or _VECTOR_BYTES
         block = 1 / (BLOCK_BYTES * hertz)
+        vector_pass = block / chip.vector_per_core
 
         def extra(strided: float, bandwidth: float | None) -> float:
             return max(0.0, strided - 1 / bandwidth) if bandwidth else 0.0
@@ -117,11 +121,13 @@ class LayoutCosts:
         ]
         if chip.vector_to_cube == "global_memory":
             ways += [Way("UB", "L1", ways[0].seconds_per_byte), Way("L0C", "UB", extra(block, paths.l0c_to_gm))]
-        elif chip.family not in ("310P", "310B"):
-            ways.append(Way("L0C", "UB", extra(block / 2, paths.l0c_to_ub)))
+        else:
+            ways.append(Way("UB", "L1", vector_pass, "vector"))
+            if chip.family not in ("310P", "310B"):
+                ways.append(Way("L0C", "UB", extra(block / 2, paths.l0c_to_ub)))
         return cls(
             vector_seconds_per_byte=1 / (vector_bytes * hertz * chip.vector_per_core),
-            transform_seconds_per_byte=block / chip.vector_per_core,
+            transform_seconds_per_byte=vector_pass,
             ways=tuple(ways),
             strided=vector_bytes / BLOCK_BYTES,
         )
@@ -149,12 +155,17 @@ class LayoutCosts:
         """Seconds of the vector pass that makes a tensor's copy in the other layout; infinite outside UB."""
         return blocked_bytes(tensor) * self.transform_seconds_per_byte if tensor.space == "UB" else inf
 
+    def way(self, source: Tensor, target: Tensor) -> Way | None:
+        """The way between two memories, if a layout can change on it: not that of a column into UB, which blocked form
+        repeats over the width of a tile."""
+        if target.space == "UB" and target.shape[1] == 1:
+            return None
+        return next((one for one in self.ways if one[:2] == (source.space, target.space)), None)
+
     def on_the_way(self, source: Tensor, target: Tensor) -> float:
-        """Seconds that a change of layout adds to a copy between memories; infinite where the way cannot."""
-        for way in self.ways:
-            if (way.source, way.target) == (source.space, target.space):
-                return blocked_bytes(target) * way.seconds_per_byte
-        return inf
+        """Seconds that a change of layout adds to a copy between memories; infinite where it cannot change."""
+        way = self.way(source, target)
+        return inf if way is None else blocked_bytes(target) * way.seconds_per_byte
 
 
 _HERTZ = 1e9
@@ -186,12 +197,12 @@ class Transform:
     source: Layout
     target: Layout
     operator: str
-    """Where it stands: before this vector operator or move (unit vector), or within this move (unit move)."""
+    """Where it stands: before this vector operator or move for a pass of the vector unit, else within this move."""
     unit: Literal["vector", "move"]
     path: str
-    """`UB`, or the move's way, such as `GM->L1`."""
+    """`UB` for a copy that all readers can use, or the way of a move, such as `GM->L1`."""
     bytes: int
-    """Read and written in UB by a pass of its own; 0 on the way, where the copy moves the same bytes anyway."""
+    """Read and written in UB by the vector unit; 0 for a move, which copies the same bytes anyway."""
     seconds: float
 
 
@@ -539,13 +550,16 @@ def _pass(tensor: Tensor, source: Layout, operator: str, costs: LayoutCosts) -> 
 
 
 def _both(tensor: Tensor) -> int:
+    """Bytes of the tensor in both layouts."""
     return tensor.bytes + blocked_bytes(tensor)
 
 
 def _on_the_way(source: Tensor, target: Tensor, layout: Layout, operator: str, costs: LayoutCosts) -> Transform:
+    way = costs.way(source, target)
+    unit = "move" if way is None else way.unit
     path = f"{source.space}->{target.space}"
-    seconds = costs.on_the_way(source, target)
-    return Transform(target.name, layout, _other(layout), operator, "move", path, 0, seconds)
+    moved = _both(target) if unit == "vector" else 0
+    return Transform(target.name, layout, _other(layout), operator, unit, path, moved, costs.on_the_way(source, target))
 
 
 class _Cut:
