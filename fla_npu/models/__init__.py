@@ -1,0 +1,30 @@
+"""Language models under FLA's names, as models of transformers. Importing this registers them with its Auto classes.
+
+Without transformers only the state cache is there.
+"""
+
+from typing import Any
+
+from fla_npu.errors import MissingExtraError
+
+__all__ = [
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetForCausalLM",
+    "GatedDeltaNetModel",
+    "KDAConfig",
+    "KDAForCausalLM",
+    "KDAModel",
+]
+
+try:
+    from fla_npu.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, GatedDeltaNetModel
+    from fla_npu.models.kda import KDAConfig, KDAForCausalLM, KDAModel
+except ImportError as error:
+    _reason = error
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            raise MissingExtraError(
+                f"transformers, or a version of it that has what {name} needs,", "transformers"
+            ) from _reason
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

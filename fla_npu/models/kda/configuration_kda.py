@@ -1,0 +1,84 @@
+"""Configuration of the Kimi Delta Attention models."""
+
+from typing import Any
+
+from fla_npu.models.configuration_utils import AttentionConfig, DeltaConfig
+
+
+class KDAConfig(DeltaConfig):
+    """FLA's fields and defaults; see `DeltaConfig`, and for `safe_gate` and `lower_bound` the layer.
+
+    In training `fuse_cross_entropy` computes the loss without ever holding all logits.
+    """
+
+    model_type = "kda"
+
+    def __init__(
+        self,
+        attn_mode: str = "chunk",
+        hidden_size: int = 2048,
+        expand_v: float = 1.0,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        max_position_embeddings: int = 2048,
+        hidden_ratio: int | None = 4,
+        intermediate_size: int | None = None,
+        hidden_act: str = "swish",
+        num_hidden_layers: int = 24,
+        norm_eps: float = 1e-6,
+        attn: AttentionConfig = None,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int = 1,
+        eos_token_id: int = 2,
+        tie_word_embeddings: bool = False,
+        initializer_range: float = 0.02,
+        fuse_norm: bool = True,
+        fuse_swiglu: bool = True,
+        fuse_cross_entropy: bool = True,
+        use_l2warp: bool = False,
+        vocab_size: int = 32000,
+        attnres_block_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if safe_gate and lower_bound is None:
+            raise ValueError("safe_gate=True requires a lower_bound in [-5, 0), got None")
+        self.safe_gate = safe_gate
+        self.lower_bound = lower_bound
+        super().__init__(
+            attn_mode=attn_mode,
+            hidden_size=hidden_size,
+            expand_v=expand_v,
+            use_short_conv=use_short_conv,
+            allow_neg_eigval=allow_neg_eigval,
+            conv_size=conv_size,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            max_position_embeddings=max_position_embeddings,
+            hidden_ratio=hidden_ratio,
+            intermediate_size=intermediate_size,
+            hidden_act=hidden_act,
+            num_hidden_layers=num_hidden_layers,
+            norm_eps=norm_eps,
+            attn=attn,
+            use_cache=use_cache,
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            initializer_range=initializer_range,
+            fuse_norm=fuse_norm,
+            fuse_swiglu=fuse_swiglu,
+            fuse_cross_entropy=fuse_cross_entropy,
+            use_l2warp=use_l2warp,
+            vocab_size=vocab_size,
+            attnres_block_size=attnres_block_size,
+            **kwargs,
+        )
