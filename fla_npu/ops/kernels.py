@@ -20,10 +20,8 @@ from fla_npu.ops.autograd import Result, gradients_wanted, with_gradients
 from fla_npu.ops.checks import StatePool
 from fla_npu.ops.problem import Bounds, Problem, Tensors
 from fla_npu.planner.chips import chip as find_chip
-from fla_npu.planner.kernels import configuration
-
-WIDEST_HEAD = 256
-"""Largest K of the kernels, and V of those by chunks: what they are compiled for."""
+from fla_npu.planner.kernels import KERNELS, WIDEST_HEAD, configuration
+from fla_npu.planner.kernels import refusal as chunk_refusal
 
 INTERPRETED_CHIP = "910B3"
 """Whose configurations run where there is no NPU, in Triton's interpreter."""
@@ -88,11 +86,8 @@ def op_refusal(op: str, device: Device, *, asked: bool = False) -> str | None:
     """`device_refusal`, and why the kernels of an op do not fit on a chip."""
     refusal = device_refusal(device, asked=asked)
     chip = located(device).chip
-    if refusal is None and op.startswith("chunk") and chip is not None and find_chip(chip).family == "A5":
-        return (
-            "the chunk kernels do not fit on A5: triton-ascend 3.2.0, whose front end knows no A5, does not divide "
-            "their tiles between the vector cores (docs/compiled.md)"
-        )
+    if refusal is None and op in KERNELS and chip is not None:
+        return chunk_refusal(KERNELS[op], find_chip(chip))
     return refusal
 
 

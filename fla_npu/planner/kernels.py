@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 from fla_npu.ops.common.configs import Config, pad
 from fla_npu.ops.common.tune import config_for
+from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.schedule import Cost, Schedule, equal_schedule, schedule
 
 KERNELS: Mapping[str, str] = MappingProxyType({"chunk_gdn": "gdn", "chunk_kda": "kda"})
 """The chunk kernels, and the row of `dataflow.RECURRENCES` that each computes."""
+
+WIDEST_HEAD = 256
+"""Largest K of the kernels, and V of those by chunks: what they are compiled for."""
 
 PASSES = 3
 """Launches of a call in segments, over all its tokens each; see `ops/common/segments.py`."""
@@ -38,6 +42,18 @@ class Deal(NamedTuple):
     """Of one launch."""
     segments: Segments | None
     """Where three launches over parts of the sequences end earlier: their lengths."""
+
+
+def refusal(op: str, chip: Chip) -> str | None:
+    """Why no chunk kernel runs an op (a row of `dataflow.RECURRENCES`) on a chip, or None."""
+    if op not in KERNELS.values():
+        return f"there is no kernel for {op}"
+    if chip.family == "A5":
+        return (
+            "the chunk kernels do not fit on A5: triton-ascend 3.2.0, whose front end knows no A5, does not divide "
+            "their tiles between the vector cores (docs/compiled.md)"
+        )
+    return chip.no_triton_reason
 
 
 def configuration(

@@ -1,0 +1,568 @@
+"""The plan of an op on a chip: order, memories, layouts, who computes what, and what it costs beside the alternatives.
+
+    plan("kda", "310P", heads=16, seq=4096)
+
+The pipeline: a chip (`chips`); the graph of a chunk as defined, rewritten and placed (`dataflow`); its best order that
+fits (`order`); layouts (`layout`); heads to cores (`kernels`, `schedule`); costs (`cost`). Where a Triton kernel runs
+the op, tile sizes and the schedule are those of its launchers, which ask the same functions (`kernels`).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from operator import index
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from fla_npu.ops.common.configs import Config, pad, tile_size
+from fla_npu.planner import kernels
+from fla_npu.planner.chips import Chip
+from fla_npu.planner.chips import chip as find_chip
+from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, ChunkShape, Expr, Graph, Unit, placed, rewritten, semantic
+from fla_npu.planner.kernels import KERNELS, Deal, Segments
+from fla_npu.planner.layout import Layout, plan_layouts
+from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
+from fla_npu.planner.schedule import Item, Schedule
+
+SCHEMA = "fla_npu.plan/1"
+"""Of the JSON form; its number grows when a plan of before cannot be read any more."""
+
+CHUNKS = (64, 32, 16)
+"""Tokens of a chunk to choose from, the best first."""
+
+TILES = (128, 64, 32, 16)
+"""Columns of a state to hold at once, likewise."""
+
+Precision = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, with every default filled in."""
+
+    op: str
+    chip: str
+    heads: int
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    K: int
+    V: int
+    dtype: str
+    precision: Precision
+    bounded: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory of a core."""
+
+    name: str
+    bytes: int | None
+    """None where no source gives the chip's size; nothing is held against it then."""
+    peak: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator, in the order in which they run."""
+
+    operator: str
+    phase: str
+    unit: Unit
+    computes: str
+    live: tuple[int, ...]
+    """Bytes alive meanwhile, by memory."""
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of a chunk."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+    memory: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a tensor changes its layout in every chunk."""
+
+    tensor: str
+    layout: Layout
+    """That it has afterwards."""
+    before: str
+    """The operator that needs it."""
+    path: str
+    """`UB` where the vector unit does it in a pass of its own, else the way on which it happens."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Heads to cores, in the unit of the schedule's cost model."""
+
+    cores: int
+    units: int
+    """Heads of sequences, or column blocks of them."""
+    whole: int
+    """Units that are computed whole."""
+    tile: int
+    """Columns of a tile of the others."""
+    parts: int
+    """Tiles of a unit; 1 where all are whole."""
+    makespan: int
+    bound: float
+    """What each core had to do if units could be divided without end."""
+    tail: int
+    """Units of heads that would better go chunk by chunk on all cores."""
+    segments: Segments | None
+    """Lengths of the segments of each sequence, where the launchers cut them."""
+
+
+class Span(NamedTuple):
+    """What a core does from a time to another, in the schedule's unit."""
+
+    item: Item
+    start: int
+    end: int
+
+
+class KernelPlan(NamedTuple):
+    """What the launchers of the chunk kernels take."""
+
+    config: Config
+    schedule: Schedule
+    segments: Segments | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan. Small, hashable, and the same bytes of JSON whenever and wherever it is made."""
+
+    request: Request
+    config: Config
+    """Tokens of a chunk (`chunk`), columns of the state at once (`width`), tiles of residual heads (`tile`)."""
+    kernel: str | None
+    """The Triton kernel that runs it, if one does."""
+    memories: tuple[Memory, ...]
+    buffers: int
+    """Places of each input and output: with two, the next chunk is loaded while one is computed."""
+    spilled: tuple[str, ...]
+    """Tensors that wait in global memory between two uses."""
+    steps: tuple[Step, ...]
+    tensors: tuple[PlacedTensor, ...]
+    state: Layout
+    """Of the state between chunks."""
+    sites: tuple[Site, ...]
+    dealt: Dealt
+    remarks: tuple[str, ...]
+
+    @property
+    def shape(self) -> ChunkShape:
+        """Of a chunk of the graph."""
+        return _shape(self.request, self.config.chunk, self.config.width)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return tuple(step.operator for step in self.steps)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no memory is exceeded; always."""
+        return all(one.bytes is None or one.peak <= one.bytes for one in self.memories)
+
+    def deal(self) -> Deal:
+        """The schedule itself, and segments; the launchers get the same object."""
+        return _deal(self.request, self.config)
+
+    def timeline(self) -> Iterator[tuple[Span, ...]]:
+        """What each core does, one core after another."""
+        schedule, chunk = self.deal().schedule, self.config.chunk
+        cost = kernels.schedule_cost(self.request.op)
+        split = schedule.split
+        for core in range(schedule.cores):
+            spans, now = [], 0
+            for item in schedule.core(core):
+                chunks = -(-self.request.lengths[item.sequence] // chunk)
+                columns = split.width if _whole(item, schedule) else split.tile
+                spans.append(Span(item, now, now := now + cost(chunks, columns)))
+            yield tuple(spans)
+
+    def to_kernel_config(self) -> KernelPlan:
+        """What the launchers of the chunk kernel take for this request.
+
+        Raises:
+            ValueError: no chunk kernel runs the op on the chip.
+        """
+        if self.kernel is None:
+            refusal = kernels.refusal(self.request.op, find_chip(self.request.chip))
+            raise ValueError(
+                f"a kernel configuration needs a chip and a call that the chunk kernels take, got {self.request.op} on "
+                f"{self.request.chip}: {refusal or _kernel_refusal(self.request)}"
+            )
+        schedule, segments = self.deal()
+        return KernelPlan(self.config, schedule, segments)
+
+    def to_json(self) -> str:
+        """The plan as a JSON object, on one line; `from_json` gives an equal plan back."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan of a JSON object that `to_json` made.
+
+        Raises:
+            ValueError: it is none, or of another schema; the message names the first field that is not as it must be.
+        """
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"plan must be a JSON object, got {text[:40]!r}: {error}") from error
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+            found = record.get("schema") if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"schema of a plan must be {SCHEMA}, got {found!r}")
+        del record["schema"]
+        made = _decoded(record, Plan, "plan")
+        assert isinstance(made, Plan)
+        return made
+
+
+def _decoded(value: Any, kind: Any, at: str) -> Any:
+    """A value of plain JSON as what a type annotation says."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        names = [field.name for field in fields(kind)]
+        if not isinstance(value, dict) or set(value) != set(names):
+            found = sorted(value) if isinstance(value, dict) else type(value).__name__
+            raise ValueError(f"{at} must have {', '.join(names)}, got {found}")
+        hints = get_type_hints(kind)
+        return kind(**{name: _decoded(value[name], hints[name], f"{at}.{name}") for name in names})
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(value, list):
+        inner = arguments[0]
+        return tuple(_decoded(one, inner, f"{at}[{i}]") for i, one in enumerate(value))
+    if origin is UnionType:
+        if value is None and NoneType in arguments:
+            return None
+        return _decoded(value, next(one for one in arguments if one is not NoneType), at)
+    if origin is Literal and value in arguments:
+        return value
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{at} must be {getattr(kind, '__name__', kind)}, got {value!r}")
+
+
+def plan(
+    op: str,
+    chip: str,
+    *,
+    heads: int,
+    lengths: Sequence[int] | None = None,
+    seq: int | None = None,
+    batch: int = 1,
+    K: int = 128,
+    V: int = 128,
+    chunk: int | None = None,
+    tile: int | None = None,
+    dtype: str = "fp16",
+    precision: Precision = "exact",
+    bounded: bool = True,
+) -> Plan:
+    """The plan of an op.
+
+    Args:
+        op: a row of `dataflow.RECURRENCES`: gdn, kda, ...
+        chip: a chip of `planner.chips`, under any of its names.
+        heads: value heads; how many of them share keys does not matter.
+        lengths: tokens of each sequence of a pack; or
+        seq, batch: tokens of each of `batch` sequences of one length.
+        K, V: head dimensions of keys and values.
+        chunk: tokens of a chunk: 16, 32 or 64. The best that fits by default.
+        tile: columns of a state held at once: 16, 32, 64 or 128. Likewise.
+        dtype: of q, k, v, o and of the operands of products: fp16, bf16 or fp32.
+        precision: of the Triton kernels, where they run.
+        bounded: False for KDA whose log decays have no known bound; matters to the Triton kernels only.
+
+    Raises:
+        TypeError: a number is not an int, or a name not a str.
+        ValueError: an argument is not among those named here, or no plan fits into the chip's memories; the message
+            says what would.
+    """
+    found = find_chip(chip)
+    request = _request(op, found, heads, lengths, seq, batch, K, V, dtype, precision, bounded)
+    kernel = _kernel(request, found)
+    config, ordered = _tiled(request, found, kernel, chunk, tile)
+    layouts = plan_layouts(ordered.graph, found, _chunks(request, config))
+    dealt = _deal(request, config)
+    return Plan(
+        request=request,
+        config=config,
+        kernel=kernel,
+        memories=tuple(Memory(space, capacities(found).get(space), ordered.peaks[space]) for space in SPACES),
+        buffers=ordered.buffers,
+        spilled=ordered.spilled,
+        steps=tuple(_steps(ordered)),
+        tensors=tuple(
+            PlacedTensor(name, *one.shape, one.dtype, str(one.space), layouts.layouts[name])
+            for name, one in ordered.graph.tensors.items()
+        ),
+        state=layouts.state,
+        sites=tuple(Site(one.tensor, one.target, one.operator, one.path) for one in layouts.transforms),
+        dealt=_dealt(dealt, kernel),
+        remarks=tuple(_remarks(request, found, kernel, ordered, dealt, chunk, tile)),
+    )
+
+
+def _request(
+    op: str,
+    chip: Chip,
+    heads: int,
+    lengths: Sequence[int] | None,
+    seq: int | None,
+    batch: int,
+    K: int,
+    V: int,
+    dtype: str,
+    precision: str,
+    bounded: bool,
+) -> Request:
+    for name, value in (("op", op), ("dtype", dtype), ("precision", precision)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, got {type(value).__name__}")
+    if op not in RECURRENCES:
+        raise ValueError(f"op must be one of {', '.join(RECURRENCES)}, got {op!r}")
+    if (lengths is None) == (seq is None):
+        given = "neither" if seq is None else "both"
+        raise ValueError(f"lengths or seq must say how many tokens there are, got {given}")
+    if seq is not None:
+        lengths = [_count("seq", seq, 1)] * _count("batch", batch, 1)
+    elif batch != 1:
+        raise ValueError(f"batch must be 1 where lengths name the sequences, got {batch}")
+    tokens = tuple(_count("lengths", length, 0) for length in lengths or ())
+    if not any(tokens):
+        raise ValueError(f"lengths must have at least one token, got {list(tokens)}")
+    dtypes = [one for one in chip.matrix_dtypes if one in ITEMSIZE]
+    if dtype not in dtypes:
+        raise ValueError(f"dtype must be one that {chip.name} multiplies, {' or '.join(dtypes)}, got {dtype!r}")
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision must be exact or fast, got {precision!r}")
+    heads, K, V = (_count(name, size, 1) for name, size in (("heads", heads), ("K", K), ("V", V)))
+    return Request(op, chip.name, heads, tokens, K, V, dtype, precision, bool(bounded))  # type: ignore[arg-type]
+
+
+def _count(name: str, value: int, least: int) -> int:
+    try:
+        value = index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from error
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def _kernel(request: Request, chip: Chip) -> str | None:
+    """The chunk kernel that runs a request on a chip."""
+    if kernels.refusal(request.op, chip) or _kernel_refusal(request):
+        return None
+    return next(name for name, op in KERNELS.items() if op == request.op)
+
+
+def _kernel_refusal(request: Request) -> str | None:
+    widest = kernels.WIDEST_HEAD
+    if max(request.K, request.V) > widest:
+        return f"they take head dimensions up to {widest}, not K={request.K}, V={request.V}"
+    return None
+
+
+def _shape(request: Request, chunk: int, width: int) -> ChunkShape:
+    return ChunkShape(chunk, pad(request.K), min(width, pad(request.V)), request.dtype)
+
+
+def _graph(request: Request, chip: Chip, chunk: int, width: int) -> Graph:
+    return placed(rewritten(semantic(request.op, _shape(request, chunk, width))), chip)
+
+
+def _chunks(request: Request, config: Config) -> int:
+    """Of the longest sequence."""
+    return -(-max(request.lengths) // config.chunk)
+
+
+def _tiled(
+    request: Request, chip: Chip, kernel: str | None, chunk: int | None, tile: int | None
+) -> tuple[Config, Ordered]:
+    """Sizes and the order of a chunk of these sizes."""
+    if kernel is not None:
+        shipped = kernels.configuration(
+            kernel,
+            chip.name,
+            K=request.K,
+            V=request.V,
+            dtype=request.dtype,
+            fast=request.precision == "fast",
+            heads=request.heads,
+            sequences=len(request.lengths),
+            tokens=sum(request.lengths),
+            bounded=request.bounded,
+        )
+        config = shipped.with_sizes(chunk, tile).fit(pad(request.V))
+        return config, _fitted(request, chip, config, chunk, tile)
+    for name, value, known in (("chunk", chunk, CHUNKS), ("tile", tile, TILES)):
+        if value is not None and value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
+    widest = tile_size(pad(request.V))
+    tried = [
+        Config(chunk=tokens, width=width).fit(pad(request.V))
+        for tokens in ([chunk] if chunk else CHUNKS)
+        for width in ([tile] if tile else [one for one in TILES if one <= widest])
+    ]
+    found: list[tuple[Config, Ordered]] = []
+    for config in tried:
+        try:
+            ordered = fit(_graph(request, chip, config.chunk, config.width), chip)
+        except ValueError:
+            continue
+        if not ordered.spilled:
+            return _with_tiles(request, config), ordered
+        found.append((config, ordered))
+    if found:
+        config, ordered = found[0]
+        return _with_tiles(request, config), ordered
+    return tried[0], _fitted(request, chip, tried[0], chunk, tile)
+
+
+def _fitted(request: Request, chip: Chip, config: Config, chunk: int | None, tile: int | None) -> Ordered:
+    """The order of a chunk of these sizes, or an error that says which sizes would fit."""
+    try:
+        return fit(_graph(request, chip, config.chunk, config.width), chip)
+    except ValueError as error:
+        if chunk is not None or tile is not None:
+            try:
+                other, _ = _tiled(request, chip, None, None, None)
+            except ValueError:
+                pass
+            else:
+                forced = ", ".join(
+                    f"{name}={size}" for name, size in (("chunk", chunk), ("tile", tile)) if size is not None
+                )
+                raise ValueError(
+                    f"chunk and tile must fit into the memories of {chip.name}, got {forced}: {error}; "
+                    f"chunk={other.chunk}, tile={other.width} would"
+                ) from error
+        raise ValueError(
+            f"K must be at most {_largest_key(request, chip)} for {request.op} with {request.dtype} on {chip.name}, "
+            f"got {request.K}: {error}"
+        ) from error
+
+
+def _largest_key(request: Request, chip: Chip) -> int:
+    """The largest K that fits, with the smallest chunk and tile."""
+
+    def fits(tiles: int) -> bool:
+        graph = placed(rewritten(semantic(request.op, ChunkShape(16, 16 * tiles, 16, request.dtype))), chip)
+        try:
+            fit(graph, chip)
+        except ValueError:
+            return False
+        return True
+
+    low, high = 0, -(-request.K // 16)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return 16 * low
+
+
+def _with_tiles(request: Request, config: Config) -> Config:
+    """The configuration with the tiles of residual heads that end first, where tiles do."""
+    options = [0, *(tile for tile in TILES if tile < config.width)]
+    made = [Config(chunk=config.chunk, width=config.width, tile=tile) for tile in options]
+    return min(made, key=lambda one: _deal(request, one).schedule.makespan)
+
+
+def _deal(request: Request, config: Config) -> Deal:
+    return kernels.deal(
+        request.op,
+        config,
+        V=request.V,
+        heads=request.heads,
+        cores=find_chip(request.chip).aicores,
+        sequences=len(request.lengths),
+        tokens=sum(request.lengths),
+        lengths=request.lengths,
+    )
+
+
+def _dealt(deal: Deal, kernel: str | None) -> Dealt:
+    schedule, split = deal.schedule, deal.schedule.split
+    if schedule.order is None:
+        whole = split.whole
+    else:
+        bounds = schedule.order.bounds
+        whole = sum(bounds[2 * core + 1] - bounds[2 * core] for core in range(schedule.cores))
+    return Dealt(
+        cores=schedule.cores,
+        units=split.units,
+        whole=whole,
+        tile=split.tile,
+        parts=split.parts,
+        makespan=schedule.makespan,
+        bound=schedule.bound,
+        tail=0 if schedule.tail is None else len(schedule.tail.items),
+        segments=deal.segments if kernel else None,
+    )
+
+
+def _whole(item: Item, schedule: Schedule) -> bool:
+    """Whether an item is a whole unit, not one of its tiles."""
+    return item.columns == min(schedule.split.width, schedule.value_dim - item.column)
+
+
+def _steps(ordered: Ordered) -> Iterator[Step]:
+    alive = occupancy(ordered.graph, ordered.order, ordered.buffers)
+    for at, name in enumerate(ordered.order):
+        one = ordered.graph.producer[name]
+        yield Step(name, one.phase, one.unit, written(one.expr), tuple(alive[space][at] for space in SPACES))
+
+
+_INFIX = {"dot": " @ ", "add": " + ", "sub": " - ", "mul": " * "}
+
+
+def written(expr: Expr, within: str = "") -> str:
+    """An expression as people write it."""
+    if isinstance(expr, str):
+        return expr
+    function, *operands = expr
+    if function in _INFIX:
+        text = _INFIX[function].join(written(one, function) for one in operands)
+        return f"({text})" if within in _INFIX or within == "t" else text
+    if function == "t":
+        return f"{written(operands[0], 't')}^T"
+    return f"{function}({', '.join(written(one) for one in operands)})"
+
+
+def _remarks(
+    request: Request,
+    chip: Chip,
+    kernel: str | None,
+    ordered: Ordered,
+    deal: Deal,
+    chunk: int | None,
+    tile: int | None,
+) -> Iterator[str]:
+    if kernel is not None and chunk is None and tile is None:
+        yield (
+            f"chunk and columns are those that {kernel} ships with or was tuned to on this machine: the vendor's "
+            "compiler fits them (docs/compiled.md); order, memories and layouts are the model's"
+        )
+    reason = kernels.refusal(request.op, chip)
+    if reason is not None:
+        yield f"no Triton kernel runs this: {reason}"
+    if ordered.spilled:
+        yield f"{', '.join(ordered.spilled)} wait in global memory: no order keeps everything on the core"
+    if ordered.buffers == 1:
+        yield "inputs and outputs have one place each: loads and stores of neighbouring chunks do not overlap"
+    if deal.schedule.tail is not None:
+        yield f"{len(deal.schedule.tail.items)} heads would end earlier chunk by chunk on all cores"
+    if kernel and deal.segments:
+        yield f"sequences are cut into {sum(map(len, deal.segments))} segments that run side by side in three launches"
