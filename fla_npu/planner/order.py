@@ -12,7 +12,9 @@ What is alive in a memory during a step, by four rules:
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -141,6 +143,18 @@ class _Model:
             and (tensors[name].shape, tensors[name].bytes) == (output.shape, output.bytes)
         )  # fmt: skip
 
+    def mask(self, names: Collection[str]) -> int:
+        return sum(1 << self.index[name] for name in names)
+
+    def delayed(self, mask: int) -> "_Model":
+        """The same graph with the new state written after these operators."""
+        if self.new_state not in self.index:
+            return self
+        later, at = copy(self), self.index[self.new_state]
+        later.before = list(self.before)
+        later.before[at] |= mask & ~(1 << at)
+        return later
+
     def two_states(self, done: int) -> bool:
         """Whether the new state, written after `done`, finds readers of the old one still to come."""
         return bool(self.readers.get(self.state, 0) & ~done & ~(1 << self.index[self.new_state]))
@@ -170,13 +184,24 @@ class _Model:
         return tuple(during), tuple(after)
 
     def least(self, start: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Bytes that operators need at least, each alone with what it reads."""
+        """Bytes that each operator needs in any order: of tensors made before it and read by it or after it."""
+        above = list(self.before)
+        changed = True
+        while changed:
+            changed = False
+            for i, mask in enumerate(above):
+                for j in range(len(above)):
+                    if mask >> j & 1:
+                        mask |= above[j]
+                changed |= mask != above[i]
+                above[i] = mask
         found = [start]
-        for i, one in enumerate(self.graph.operators):
+        for i in range(len(above)):
+            below = 1 << i | sum(1 << j for j in range(len(above)) if above[j] >> i & 1)
             alive = list(start)
-            for name in one.inputs:
-                if name in self.counted:
-                    alive[self.counted[name]] += self.graph.tensors[name].bytes
+            for name, space in self.counted.items():
+                if above[i] >> self.index[name] & 1 and self.readers[name] & below:
+                    alive[space] += self.graph.tensors[name].bytes
             made = self.made[i]
             if made is not None and not self.over[i]:
                 alive[made[0]] += made[1]
@@ -349,18 +374,18 @@ def rereading(graph: Graph) -> Graph:
     no such copy: there the old state itself waits).
     """
     state = graph.tensors[graph.state[0]]
-    copies = [one for one in graph.readers[state.name] if one.unit == "move"]
+    moves = [one for one in graph.readers[state.name] if one.unit == "move"]
     tensors, operators = dict(graph.tensors), list(graph.operators)
-    for copy in copies:
-        for phase in {one.phase: None for one in graph.readers[copy.output] if one.phase != copy.phase}:
-            name = f"{copy.output}:{phase}"
-            tensors[name] = replace(graph.tensors[copy.output], name=name)
-            first = next(i for i, one in enumerate(operators) if copy.output in one.inputs and one.phase == phase)
+    for move in moves:
+        for phase in {one.phase: None for one in graph.readers[move.output] if one.phase != move.phase}:
+            name = f"{move.output}:{phase}"
+            tensors[name] = replace(graph.tensors[move.output], name=name)
+            first = next(i for i, one in enumerate(operators) if move.output in one.inputs and one.phase == phase)
             operators = [
-                replace(one, expr=substituted(one.expr, {copy.output: name})) if one.phase == phase else one
+                replace(one, expr=substituted(one.expr, {move.output: name})) if one.phase == phase else one
                 for one in operators
             ]
-            operators.insert(first, replace(copy, output=name, phase=phase))
+            operators.insert(first, replace(move, output=name, phase=phase))
     return verify(replace(graph, tensors=tensors, operators=tuple(operators)))
 
 
@@ -386,10 +411,19 @@ def state_first(graph: Graph, chip: Chip, buffers: int = 2) -> Ordered:
 
 def is_chunk_first(graph: Graph, order: Sequence[str]) -> bool:
     """Whether the new state is written after the last product that reads the old one (HA-NPU, Figure 10b)."""
-    old = {graph.state[0]}
-    old |= {one.output for one in graph.operators if one.unit == "move" and old & set(one.inputs)}
-    written = list(order).index(graph.state[1])
-    return not any(old & set(graph.producer[name].inputs) for name in order[written + 1 :])
+    at = {name: step for step, name in enumerate(order)}
+    return all(at[name] <= at[graph.state[1]] for name in _old_state_readers(graph))
+
+
+def _old_state_readers(graph: Graph) -> set[str]:
+    """Operators that read the old state or a copy of it."""
+    old, found = {graph.state[0]}, set()
+    for one in graph.operators:
+        if old & set(one.inputs):
+            found.add(one.name)
+            if one.unit == "move":
+                old.add(one.output)
+    return found
 
 
 def is_gemm_first(graph: Graph, order: Sequence[str]) -> bool:
@@ -448,17 +482,21 @@ def _part(chip: Chip) -> Callable[[tuple[int, ...]], float]:
 
 def _search(model: _Model, chip: Chip, states: int, than: _Found | None = None) -> _Found | None:
     """The best order where the state has so many places; None if it is no better than another."""
-    if states == 1 and model.new_state in model.index:
-        at = model.index[model.new_state]
-        model.before[at] |= model.readers[model.state] & ~(1 << at)
-    part = _part(chip)
-    start = model.reserve(states)
+    ways = [model]
+    if states == 1:
+        model = model.delayed(model.readers.get(model.state, 0))
+        ways = [model.delayed(model.mask(_old_state_readers(model.graph))), model]
+    part, start = _part(chip), model.reserve(states)
     if than is not None and max(map(part, model.least(start))) > than.part:
         return None
-    most = _minimax(model, start, part, lambda alive: True)
-    ub = _minimax(model, start, lambda alive: alive[0], lambda alive: part(alive) <= most)
-    traffic, order = _cheapest(model, start, lambda alive: alive[0] <= ub and part(alive) <= most)
-    found = _Found(most, int(ub), traffic, tuple(model.names[i] for i in order))
+    # UB is the fullest memory nearly always; what it needs by itself spares most of the second search.
+    ub = int(_minimax(model, start, lambda alive: alive[0]))
+    most = _minimax(model, start, part, part((ub, 0, 0)))
+    if part((ub, 0, 0)) < most:
+        ub = int(_minimax(model, start, lambda alive: alive[0], ub, lambda alive: part(alive) <= most))
+    orders = [_cheapest(way, start, lambda alive: alive[0] <= ub and part(alive) <= most) for way in ways]
+    traffic, order = min((one for one in orders if one is not None), key=lambda one: one[0])
+    found = _Found(most, ub, traffic, tuple(model.names[i] for i in order))
     return found if than is None or found[:3] < than[:3] else None
 
 
@@ -466,15 +504,16 @@ def _minimax(
     model: _Model,
     start: tuple[int, ...],
     cost: Callable[[tuple[int, ...]], float],
-    allowed: Callable[[tuple[int, ...]], bool],
+    floor: float = 0,
+    allowed: Callable[[tuple[int, ...]], bool] = lambda alive: True,
 ) -> float:
     """The least that the most expensive step of an order can cost, over orders all of whose steps are allowed.
 
     Best first over the sets of operators that can be done, from what single operators need. An operator that fits now
     and leaves no memory fuller is run at once: in any order that runs it later, moving it here makes no step in between
-    fuller.
+    fuller. `floor` is a cost known to be needed.
     """
-    heap, seen = [(max(map(cost, model.least(start))), 0, 0, start)], set()
+    heap, seen = [(max(floor, *map(cost, model.least(start))), 0, 0, start)], set()
     while heap:
         most, left, done, alive = heappop(heap)
         if done in seen:
@@ -500,8 +539,8 @@ def _minimax(
 
 def _cheapest(
     model: _Model, start: tuple[int, ...], allowed: Callable[[tuple[int, ...]], bool]
-) -> tuple[int, tuple[int, ...]]:
-    """The least operand traffic of an order all of whose steps are allowed, and that order.
+) -> tuple[int, tuple[int, ...]] | None:
+    """The least operand traffic of an order all of whose steps are allowed, and that order; None if there is none.
 
     As `_minimax`, over sets of done operators with what is resident in L0; only matrix operators cost, so only others
     are run at once.
@@ -513,11 +552,13 @@ def _cheapest(
         for one in graph.operators
     ]
 
+    @cache
     def least(done: int, resident: _Resident) -> int:
         """What operators not done load at least: each operand that is not there, once."""
         missing = {need for i, some in enumerate(needs) if not done >> i & 1 for need in some}
         return sum(operand[1] for side, operand in missing if operand not in resident[side])
 
+    products = sum(1 << i for i, some in enumerate(needs) if some)
     first = (0, _EMPTY)
     came: dict[tuple[int, _Resident], tuple[tuple[int, _Resident], int]] = {}
     paid = {first: 0}
@@ -540,7 +581,7 @@ def _cheapest(
                 continue
             loaded, then = _load(graph, graph.operators[i], resident, L0_BYTES) if matrix[i] else (0, resident)
             now = done | 1 << i
-            bound = traffic + loaded + least(now, then)
+            bound = traffic + loaded + least(now & products, then)
             one = (bound, left - 1, traffic + loaded, now, then, after)
             if not matrix[i] and all(x <= y for x, y in zip(after, alive, strict=True)):
                 nexts = [(one, i)]
@@ -552,7 +593,7 @@ def _cheapest(
                 paid[key] = one[2]
                 came[key] = ((done, resident), i)
                 heappush(heap, one)
-    raise AssertionError("every graph has an order")
+    return None
 
 
 # Spills
