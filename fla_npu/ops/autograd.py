@@ -16,7 +16,9 @@ from fla_npu.ops.problem import Problem, Tensors
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
-NO_BACKWARD = "the fused_recurrent ops have no backward pass: train through chunk_gated_delta_rule or chunk_kda"
+NO_BACKWARD = (
+    "the fused_recurrent ops have no backward pass: train through chunk_gated_delta_rule, chunk_kda or chunk_gdn2"
+)
 
 
 def eager(problem: Problem) -> Result:
@@ -25,7 +27,8 @@ def eager(problem: Problem) -> Result:
     if gradients_wanted(tensors):
         kept = KeptStates() if options.keep_states else None
         return with_gradients(partial(chunked_forward, kept=kept), problem, kept)
-    one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
+    one_each = tensors.q.shape[1] == options.updates == 1 and cu_seqlens is None
+    one_each = one_each and not options.return_intermediate_states
     return decode(problem) if one_each else chunked_forward(problem)
 
 

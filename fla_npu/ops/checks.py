@@ -228,10 +228,7 @@ def check_chunk_kda(
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}")
     if safe_gate and use_gate_in_kernel:
-        if lower_bound is None:
-            raise ValueError("`lower_bound` must be given when `safe_gate=True` and `use_gate_in_kernel=True`")
-        if not SAFE_LOWER_BOUND <= lower_bound < 0:
-            raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}")
+        _check_safe_bound(lower_bound)
     _check_neg_eigval(allow_neg_eigval, use_beta_sigmoid_in_kernel)
     problem = _problem(
         q=q,
@@ -265,10 +262,7 @@ def check_chunk_kda(
             f"got {cu_seqlens.shape[0]}"
         )
     if return_intermediate_states:
-        if not torch.is_inference_mode_enabled():
-            raise ShapeError("return_intermediate_states is only allowed in inference mode: use torch.inference_mode()")
-        if disable_recompute:
-            raise ShapeError("return_intermediate_states needs disable_recompute=False")
+        _check_intermediate_states(disable_recompute)
     return problem
 
 
@@ -322,6 +316,179 @@ def check_recurrent_kda(
         neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
+    )
+
+
+def check_chunk_gdn2(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    b: torch.Tensor,
+    w: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cp_context: object | None = None,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    **kwargs: Any,
+) -> Problem:
+    """Check a call of `chunk_gdn2`. The gates b and w take the place of beta, which becomes ones."""
+    state_v_first = _state_layout(state_v_first, kwargs)
+    _check_ranks(q, k, v)
+    if kwargs:
+        _warn_unknown("chunk_gdn2", kwargs)
+    _check_tensor("b", b)
+    _check_tensor("w", w)
+    _refuse_context_parallel(cp_context)
+    _check_packing(q, initial_state, cu_seqlens)
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        raise ShapeError(f"initial_state must be in float32, got {initial_state.dtype}")
+    gate = _kda_gate(use_gate_in_kernel, A_log, lower_bound)
+    if chunk_size != 64:
+        raise ValueError(f"`chunk_size` must be 64 for GDN-2, got {chunk_size}")
+    if safe_gate and use_gate_in_kernel:
+        _check_safe_bound(lower_bound)
+    problem = _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=v.new_ones(v.shape[:3]),
+        b=b,
+        w=w,
+        decay="channel",
+        gate=gate,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_sigmoid=False,
+        neg_eigval=False,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+        intermediate_states=return_intermediate_states,
+        keep_states=disable_recompute,
+    )
+    if safe_gate and not use_gate_in_kernel and settings.check_values():
+        _check_safe_decay(g)
+    if return_intermediate_states:
+        _check_intermediate_states(disable_recompute)
+    return problem
+
+
+def check_recurrent_gdn2(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    b: torch.Tensor,
+    w: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Problem:
+    """Check a call of `fused_recurrent_gdn2`. As in `check_chunk_gdn2`, beta becomes ones."""
+    state_v_first = _state_layout(state_v_first, kwargs)
+    _check_ranks(q, k, v)
+    if kwargs:
+        _warn_unknown("fused_recurrent_gdn2", kwargs, ignored=("chunk_size", "safe_gate"))
+    _check_tensor("b", b)
+    _check_tensor("w", w)
+    _check_packing(q, initial_state, cu_seqlens)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=v.new_ones(v.shape[:3]),
+        b=b,
+        w=w,
+        decay="channel",
+        gate=_kda_gate(use_gate_in_kernel, A_log, lower_bound),
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_sigmoid=False,
+        neg_eigval=False,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def check_chunk_delta_product(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    num_householder: int,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context: object | None = None,
+) -> Problem:
+    """Check a call of `chunk_gated_delta_product`. Chunks are of whole tokens, with at most 64 updates if they can."""
+    _check_ranks(q, k, v)
+    if not isinstance(num_householder, int) or num_householder < 1:
+        raise ValueError(f"num_householder must be an integer of at least 1, got {_describe(num_householder)}")
+    _refuse_context_parallel(cp_context)
+    _check_packing(q, initial_state, cu_seqlens)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        decay="none" if g is None else "scalar",
+        gate="none",
+        A_log=None,
+        dt_bias=None,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_sigmoid=False,
+        neg_eigval=False,
+        state_v_first=False,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=max(1, 64 // num_householder),
+        updates=num_householder,
     )
 
 
@@ -469,6 +636,20 @@ def _check_neg_eigval(allow_neg_eigval: bool, beta_sigmoid: bool) -> None:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`")
 
 
+def _check_safe_bound(lower_bound: float | None) -> None:
+    if lower_bound is None:
+        raise ValueError("`lower_bound` must be given when `safe_gate=True` and `use_gate_in_kernel=True`")
+    if not SAFE_LOWER_BOUND <= lower_bound < 0:
+        raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}")
+
+
+def _check_intermediate_states(disable_recompute: bool) -> None:
+    if not torch.is_inference_mode_enabled():
+        raise ShapeError("return_intermediate_states is only allowed in inference mode: use torch.inference_mode()")
+    if disable_recompute:
+        raise ShapeError("return_intermediate_states needs disable_recompute=False")
+
+
 def _kda_gate(use_gate: bool, A_log: torch.Tensor | None, lower_bound: float | None) -> str:
     """The gate of a KDA op (`Options.gate`); any `lower_bound` selects the bounded one."""
     if not use_gate:
@@ -495,6 +676,7 @@ def _options(
     chunk_size: int,
     intermediate_states: bool,
     keep_states: bool,
+    updates: int,
 ) -> Options:
     """Options from arguments whose types are checked here, once per combination thanks to the cache."""
     flags = {
@@ -527,6 +709,7 @@ def _options(
         chunk_size=int(chunk_size),
         return_intermediate_states=bool(intermediate_states),
         keep_states=bool(keep_states),
+        updates=updates,
     )
 
 
@@ -661,23 +844,31 @@ def _problem(
     chunk_indices: torch.Tensor | None = None,
     gk: torch.Tensor | None = None,
     gv: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    w: torch.Tensor | None = None,
     lower_bound: float | None = None,
     beta_per_channel: bool = False,
     pooled: bool = False,
     chunk_size: int = 64,
     intermediate_states: bool = False,
     keep_states: bool = False,
+    updates: int = 1,
 ) -> Problem:
     """Check every shape, dtype and device, and put the call together. q, k and v have four dimensions."""
     shape, device, dtype = q.shape, q.device, q.dtype
-    if k.shape != shape:
-        raise ShapeError(f"q and k must have the same shape, got q={list(shape)} vs k={list(k.shape)}")
+    batch, length, heads, key_dim = shape
+    rows, letter = length * updates, "T" if updates == 1 else "T * num_householder"
+    if k.shape != (shape if updates == 1 else (batch, rows, heads, key_dim)):
+        if updates == 1:
+            raise ShapeError(f"q and k must have the same shape, got q={list(shape)} vs k={list(k.shape)}")
+        raise ShapeError(f"k must have shape [B, {letter}, H, K]={[batch, rows, heads, key_dim]}, got {list(k.shape)}")
     _check_head_groups(q, v)
-    batch, length, _, key_dim = shape
     value_shape = v.shape
     value_heads, value_dim = value_shape[2], value_shape[3]
-    if value_shape[0] != batch or value_shape[1] != length:
-        raise ShapeError(f"v must have shape [B, T, HV, V] with B={batch} and T={length}, got {list(value_shape)}")
+    if value_shape[0] != batch or value_shape[1] != rows:
+        raise ShapeError(
+            f"v must have shape [B, {letter}, HV, V] with B={batch} and {letter}={rows}, got {list(value_shape)}"
+        )
     if key_dim < 1 or value_dim < 1:
         raise ShapeError(f"the head dimensions K and V must be at least 1, got K={key_dim} and V={value_dim}")
     _check_float("q", q, device)
@@ -695,10 +886,14 @@ def _problem(
         _check_operand("gk", gk, "[B, T, HV, K]", (*per_head, key_dim), device)
     if gv is not None:
         _check_operand("gv", gv, "[B, T, HV, V]", (*per_head, value_dim), device)
+    if b is not None:
+        _check_operand("b", b, "[B, T, HV, K]", (*per_head, key_dim), device)
+    if w is not None:
+        _check_operand("w", w, "[B, T, HV, V]", (*per_head, value_dim), device)
     if beta_per_channel and isinstance(beta, torch.Tensor) and beta.ndim == 4:
         _check_operand("beta", beta, "[B, T, HV, V]", (*per_head, value_dim), device)
     else:
-        _check_operand("beta", beta, "[B, T, HV]", per_head, device)
+        _check_operand("beta", beta, f"[B, {letter}, HV]", (batch, rows, value_heads), device)
 
     if gate == "none":
         A_log = dt_bias = None
@@ -709,8 +904,8 @@ def _problem(
         dt_bias = gate_parameter("dt_bias", dt_bias, letters, numel, device)
 
     if initial_state is not None:
-        rows = None if pooled else batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        _check_state(initial_state, rows, value_heads, key_dim, value_dim, state_v_first, device)
+        states = None if pooled else batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        _check_state(initial_state, states, value_heads, key_dim, value_dim, state_v_first, device)
     bounds = None
     if cu_seqlens is not None:
         bounds = Bounds(cu_seqlens, partial(sequence_bounds, cu_seqlens, length, cu_seqlens_cpu))
@@ -734,8 +929,9 @@ def _problem(
         chunk_size=chunk_size,
         intermediate_states=intermediate_states,
         keep_states=keep_states,
+        updates=updates,
     )
-    return Problem(Tensors(q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv), options, bounds)
+    return Problem(Tensors(q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, b, w), options, bounds)
 
 
 # --- building blocks: packed sequences and pools of states --------------------------------------------------------

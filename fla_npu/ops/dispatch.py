@@ -28,7 +28,10 @@ from fla_npu.ops.problem import Problem
 logger = logging.getLogger(__name__)
 
 OPS = ("chunk_gdn", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd")
-"""The ops by the short names that `explain` takes."""
+"""The ops that there are kernels for, by the short names that `explain` takes."""
+
+WITHOUT_KERNELS = ("chunk_gdn2", "fused_recurrent_gdn2", "chunk_delta_product")
+"""Those that run on the portable path everywhere."""
 
 
 class Choice(NamedTuple):
@@ -56,6 +59,12 @@ class Implementation:
     function does, by `run` and by what it has for pools."""
 
 
+def _no_kernels(op: str, device: Device, asked: bool) -> str | None:
+    if op in WITHOUT_KERNELS:
+        return "there are no kernels for this variant of the delta rule"
+    return kernels.op_refusal(op, device, asked=asked)
+
+
 def _no_chunk_form(op: str, problem: Problem) -> str | None:
     tensors = problem.tensors
     if tensors.gv is not None:
@@ -72,7 +81,7 @@ IMPLEMENTATIONS = (
         name="triton",
         what="the persistent Triton kernels",
         run=kernels.run,
-        refuses_device=lambda op, device, asked: kernels.op_refusal(op, device, asked=asked),
+        refuses_device=_no_kernels,
         refuses_call=kernels.call_refusal,
         refuses_pool=kernels.call_refusal,
         update=kernels.update_states,
@@ -120,13 +129,14 @@ def explain(op: str, device: str | torch.device = "cpu", *, chip: str | None = N
     """What would run an op on a device here and now, and why.
 
     Args:
-        op: one of `OPS`.
+        op: one of `OPS` or `WITHOUT_KERNELS`.
         device: a device or its type; it need not exist on this machine.
         chip: of an NPU: a name such as `910B3`, instead of what the device reports. An NPU that does not exist is one
             that kernels are meant for by default.
     """
-    if op not in OPS:
-        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    known = OPS + WITHOUT_KERNELS
+    if op not in known:
+        raise ValueError(f"op must be one of {', '.join(known)}, got {op!r}")
     kind, _, index = str(device).partition(":")
     if not kind or not (index or "0").isdigit():
         raise ValueError(f"device must be a device or its type, such as npu or npu:0, got {str(device)!r}")
@@ -186,7 +196,7 @@ def _choose(op: str, device: Device, requested: str) -> Choice:
             raise ImplementationError(f"implementation {requested!r} cannot run on {device.type}: {refusal}")
         choice = Choice(requested, "asked for by use_implementation or FLA_NPU_IMPL")
     else:
-        no_kernels = kernels.op_refusal(op, device)
+        no_kernels = _no_kernels(op, device, False)
         chosen = next(x for x in IMPLEMENTATIONS if x.refuses_device(op, device, False) is None)
         where = "run on NPUs with triton-ascend" if no_kernels is None else f"runs on any device; {no_kernels}"
         choice = Choice(chosen.name, f"{chosen.what} {where}")

@@ -14,13 +14,13 @@ from fla_npu.ops.run import differentiable, gradients, run
 
 TENSORS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"),
-    *("gk", "gv", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices"),
+    *("gk", "gv", "b", "w", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices"),
 )
-DIFFERENTIABLE = TENSORS[:8]
+DIFFERENTIABLE = TENSORS[:12]
 SCALARS = {
     "scale": None,
     "lower_bound": None,
-    "chunk_size": 64,
+    "chunk_size": None,
     "output_final_state": False,
     "use_qk_l2norm_in_kernel": False,
     "use_gate_in_kernel": False,
@@ -29,6 +29,7 @@ SCALARS = {
     "safe_gate": False,
     "disable_recompute": False,
     "state_v_first": False,
+    "num_householder": None,
 }
 
 
@@ -80,12 +81,14 @@ def delta_rule(
     initial_state: Tensor | None,
     gk: Tensor | None,
     gv: Tensor | None,
+    b: Tensor | None,
+    w: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
     scale: float | None,
     lower_bound: float | None,
-    chunk_size: int,
+    chunk_size: int | None,
     output_final_state: bool,
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
@@ -94,15 +97,20 @@ def delta_rule(
     safe_gate: bool,
     disable_recompute: bool,
     state_v_first: bool,
+    num_householder: int | None,
 ) -> tuple[Tensor, Tensor]:
     """An op by its short name. `others` names further keyword arguments, for the checks to judge.
 
     Returns o and the final state, which is empty unless asked for.
     """
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    tensors = (
+        *(q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, b, w),
+        *(cu_seqlens, cu_seqlens_cpu, chunk_indices),
+    )
     scalars = (
         *(scale, lower_bound, chunk_size, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, disable_recompute, state_v_first),
+        num_householder,
     )
     with torch.no_grad():
         o, state, _ = run(op, **_arguments(others, tensors, scalars))
@@ -114,12 +122,13 @@ def _(op: str, others: str, *args: Any) -> tuple[Tensor, Tensor]:
     q, v, cu_seqlens = args[0], args[2], args[TENSORS.index("cu_seqlens")]
     named = dict(zip(SCALARS, args[len(TENSORS) :], strict=True))
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o = v.new_empty(*q.shape[:2], *v.shape[2:])
     if not named["output_final_state"]:
-        return torch.empty_like(v, memory_format=torch.contiguous_format), q.new_empty(0, dtype=torch.float32)
+        return o, q.new_empty(0, dtype=torch.float32)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     sides = (v.shape[3], q.shape[3]) if named["state_v_first"] else (q.shape[3], v.shape[3])
     state = q.new_empty(sequences, v.shape[2], *sides, dtype=state_dtype)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), state
+    return o, state
 
 
 @torch.library.custom_op("fla_npu::delta_rule_backward", mutates_args=())
@@ -138,12 +147,14 @@ def delta_rule_backward(
     initial_state: Tensor | None,
     gk: Tensor | None,
     gv: Tensor | None,
+    b: Tensor | None,
+    w: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     chunk_indices: Tensor | None,
     scale: float | None,
     lower_bound: float | None,
-    chunk_size: int,
+    chunk_size: int | None,
     output_final_state: bool,
     use_qk_l2norm_in_kernel: bool,
     use_gate_in_kernel: bool,
@@ -152,14 +163,19 @@ def delta_rule_backward(
     safe_gate: bool,
     disable_recompute: bool,
     state_v_first: bool,
+    num_householder: int | None,
 ) -> list[Tensor]:
     """Gradients of those tensors of `DIFFERENTIABLE` that the call has."""
     if not differentiable(op):  # only when it runs: a graph contains the backward pass whether it is wanted or not
         raise NotImplementedError(NO_BACKWARD)
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, cu_seqlens, cu_seqlens_cpu, chunk_indices)
+    tensors = (
+        *(q, k, v, g, beta, A_log, dt_bias, initial_state, gk, gv, b, w),
+        *(cu_seqlens, cu_seqlens_cpu, chunk_indices),
+    )
     scalars = (
         *(scale, lower_bound, chunk_size, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, disable_recompute, state_v_first),
+        num_householder,
     )
     grads = gradients(op, do, d_state, **_arguments(others, tensors, scalars))
     present = [(x, grad) for x, grad in zip(tensors, grads, strict=False) if x is not None]

@@ -34,13 +34,16 @@ class Options:
     """Also return the state at the start of every chunk."""
     keep_states: bool = False
     """Keep the chunk states for the backward pass instead of recomputing them (`disable_recompute`)."""
+    updates: int = 1
+    """Of the state per token, after its decay and before its output (`num_householder` of Gated DeltaProduct)."""
 
 
 class Tensors(NamedTuple):
     """The tensors of a call. Shapes: q, k `[B,T,H,K]`, v `[B,T,HV,V]`, g `[B,T,HV]` or `[B,T,HV,K]`,
     beta `[B,T,HV]` (recurrent ops: or `[B,T,HV,V]`), A_log `[HV]`, dt_bias `[HV]` or `[HV*K]`,
     initial_state `[N,HV,K,V]` (or V-first). `gk` `[B,T,HV,K]` and `gv` `[B,T,HV,V]` are log decays on top of `g`,
-    which only recurrent GDN has."""
+    which only recurrent GDN has; `b` `[B,T,HV,K]` and `w` `[B,T,HV,V]` the gates of GDN-2. With `Options.updates`, k,
+    v and beta have that many rows per token."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -52,12 +55,14 @@ class Tensors(NamedTuple):
     initial_state: torch.Tensor | None
     gk: torch.Tensor | None = None
     gv: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    w: torch.Tensor | None = None
 
     def map_tokens(self, f: Callable[[torch.Tensor], torch.Tensor]) -> "Tensors":
         """The call with `f` applied to every tensor that has the dimensions B and T."""
-        q, k, v, g, beta, A_log, dt_bias, state, gk, gv = self
-        g, gk, gv = (None if x is None else f(x) for x in (g, gk, gv))
-        return Tensors(f(q), f(k), f(v), g, f(beta), A_log, dt_bias, state, gk, gv)
+        q, k, v, g, beta, A_log, dt_bias, state, gk, gv, b, w = self
+        g, gk, gv, b, w = (None if x is None else f(x) for x in (g, gk, gv, b, w))
+        return Tensors(f(q), f(k), f(v), g, f(beta), A_log, dt_bias, state, gk, gv, b, w)
 
 
 class Bounds(Sequence[int]):
@@ -120,6 +125,6 @@ class Problem(NamedTuple):
     def lengths(self) -> list[int]:
         """Number of tokens of each of the N sequences."""
         if self.cu_seqlens is None:
-            batch, length = self.tensors.v.shape[:2]
+            batch, length = self.tensors.q.shape[:2]
             return [length] * batch
         return [b - a for a, b in pairwise(self.cu_seqlens)]

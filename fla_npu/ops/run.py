@@ -15,6 +15,9 @@ _CHECKS: dict[str, Callable[..., Problem]] = {
     "fused_recurrent_gdn": checks.check_recurrent_gdn,
     "chunk_kda": checks.check_chunk_kda,
     "fused_recurrent_kda": checks.check_recurrent_kda,
+    "chunk_gdn2": checks.check_chunk_gdn2,
+    "fused_recurrent_gdn2": checks.check_recurrent_gdn2,
+    "chunk_delta_product": checks.check_chunk_delta_product,
 }
 
 

@@ -3,27 +3,39 @@
 import torch
 import torch.nn.functional as F
 
-from fla_npu.layers import GatedDeltaNet
+from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct
 
 
 def forward(layer, x):
     """`layer(x)` for one unpadded batch `[B, T, hidden]`, from the parameters alone."""
     B, T = x.shape[:2]
     H, HV, K, V = layer.num_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    gdn = isinstance(layer, GatedDeltaNet)
+    R, n = HV // H, getattr(layer, "num_householder", 1)
+    two = isinstance(layer, GatedDeltaNet2)
+    per_head = isinstance(layer, GatedDeltaNet | GatedDeltaProduct)
 
     q, k, v = (_mixed(layer, name, x) for name in "qkv")
-    q, k = (t.view(B, T, H, K).repeat_interleave(HV // H, dim=2) for t in (q, k))
+    q = q.view(B, T, H, K).repeat_interleave(R, dim=2)
+    k = k.view(B, T, n, H, K).repeat_interleave(R, dim=3)
     q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-    v = v.view(B, T, HV, V)
-    beta = torch.sigmoid(x @ layer.b_proj.weight.T) * (2 if layer.allow_neg_eigval else 1)
-    if gdn:
+    v = v.view(B, T, n, HV, V)
+    b = torch.sigmoid(x @ layer.b_proj.weight.T) * (2 if layer.allow_neg_eigval else 1)
+    if two:
+        b = b.view(B, T, 1, H, K).repeat_interleave(R, dim=3)
+        w = torch.sigmoid(x @ layer.w_proj.weight.T).view(v.shape)
+    else:
+        b = w = b.view(B, T, n, HV, 1)
+    if not getattr(layer, "use_forget_gate", True):
+        decay = x.new_ones(B, T, 1, 1, 1)
+    elif per_head:
         g = -layer.A_log.exp() * F.softplus(x @ layer.a_proj.weight.T + layer.dt_bias)
         decay = g.exp()[..., None, None]
     else:
-        logits = (x @ layer.f_proj[0].weight.T @ layer.f_proj[1].weight.T + layer.dt_bias).view(B, T, HV, K)
+        logits = (x @ layer.f_proj[0].weight.T @ layer.f_proj[1].weight.T + layer.dt_bias).view(B, T, -1, K)
         A = layer.A_log.exp()[:, None]
-        if layer.lower_bound is None:
+        if two:
+            g = (-A * F.softplus(logits)).repeat_interleave(R, dim=2)
+        elif layer.lower_bound is None:
             g = -A * F.softplus(logits)
         else:
             g = layer.lower_bound * torch.sigmoid(A * logits)
@@ -32,16 +44,17 @@ def forward(layer, x):
     S, outputs = x.new_zeros(B, HV, K, V), []
     for t in range(T):
         S = decay[:, t] * S
-        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
-        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        for i in range(n):
+            u = w[:, t, i] * v[:, t, i] - torch.einsum("bhkv,bhk->bhv", S, b[:, t, i] * k[:, t, i])
+            S = S + torch.einsum("bhk,bhv->bhkv", k[:, t, i], u)
         outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) * K**-0.5)
     o = torch.stack(outputs, 1)
 
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.o_norm.eps) * layer.o_norm.weight
-    if not gdn:
+    if not per_head:
         gate = x @ layer.g_proj[0].weight.T @ layer.g_proj[1].weight.T + layer.g_proj[1].bias
         o = o * torch.sigmoid(gate.view_as(o))
-    elif layer.use_gate:
+    elif hasattr(layer, "g_proj"):
         gate = (x @ layer.g_proj.weight.T).view_as(o)
         o = o * (torch.sigmoid(gate) if layer.o_norm.activation == "sigmoid" else F.silu(gate))
     return o.flatten(2) @ layer.o_proj.weight.T

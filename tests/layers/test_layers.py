@@ -9,7 +9,7 @@ import torch
 import fla_npu.layers.gated_deltanet as gdn_module
 import fla_npu.layers.kda as kda_module
 from fla_npu.errors import ShapeError
-from fla_npu.layers import GatedDeltaNet, KimiDeltaAttention
+from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
 from fla_npu.models.utils import Cache
 from tests.layers import reference
 
@@ -29,6 +29,13 @@ VARIANTS = {
     "kda-safe": (KimiDeltaAttention, {"safe_gate": True, "lower_bound": -4.0, "allow_neg_eigval": True}),
     "kda-bounded": (KimiDeltaAttention, {"lower_bound": -6.0, "expand_v": 0.5}),
     "kda-no-conv": (KimiDeltaAttention, {"use_short_conv": False}),
+    "gdn2": (GatedDeltaNet2, {}),
+    "gdn2-gva": (GatedDeltaNet2, {"num_v_heads": 4, "expand_v": 1.5, "allow_neg_eigval": True, "conv_bias": True}),
+    "gdn2-no-conv": (GatedDeltaNet2, {"use_short_conv": False}),
+    "product": (GatedDeltaProduct, {}),
+    "product-gva": (GatedDeltaProduct, {"num_v_heads": 4, "expand_v": 1.5, "num_householder": 3, "conv_bias": True}),
+    "product-no-gates": (GatedDeltaProduct, {"use_output_gate": False, "use_forget_gate": False}),
+    "product-of-one": (GatedDeltaProduct, {"num_householder": 1, "allow_neg_eigval": False, "use_short_conv": False}),
 }
 
 
@@ -93,11 +100,35 @@ KDA_PARAMETERS = [
     ("o_norm.weight", (128,)),
     ("o_proj.weight", (2048, 2048)),
 ]
+GDN2_PARAMETERS = [
+    *KDA_PARAMETERS[:10],
+    ("b_proj.weight", (2048, 2048)),
+    ("w_proj.weight", (2048, 2048)),
+    *KDA_PARAMETERS[11:],
+]
+PRODUCT_PARAMETERS = [
+    ("A_log", (6,)),
+    ("dt_bias", (6,)),
+    ("q_proj.weight", (1536, 2048)),
+    ("k_proj.weight", (3072, 2048)),
+    ("v_proj.weight", (6144, 2048)),
+    ("b_proj.weight", (12, 2048)),
+    ("a_proj.weight", (6, 2048)),
+    ("q_conv1d.weight", (1536, 1, 4)),
+    ("k_conv1d.weight", (3072, 1, 4)),
+    ("v_conv1d.weight", (6144, 1, 4)),
+    *GDN_PARAMETERS[-3:],
+]
 
 
 @pytest.mark.parametrize(
     ("cls", "expected", "total"),
-    [(GatedDeltaNet, GDN_PARAMETERS, 25_215_500), (KimiDeltaAttention, KDA_PARAMETERS, 17_887_376)],
+    [
+        (GatedDeltaNet, GDN_PARAMETERS, 25_215_500),
+        (KimiDeltaAttention, KDA_PARAMETERS, 17_887_376),
+        (GatedDeltaNet2, GDN2_PARAMETERS, 26_243_216),
+        (GatedDeltaProduct, PRODUCT_PARAMETERS, 34_683_404),
+    ],
 )
 def test_default_parameters_are_flas(cls, expected, total):
     with torch.device("meta"):
@@ -215,10 +246,13 @@ def test_prefill_in_pieces_and_decoding_equal_one_pass(layer, cuts):
     close(torch.cat(pieces, 1), whole)
     assert cache.get_seq_length() == 70
     state = cache[0]
-    assert state["recurrent_state"].shape == (2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
+    sides = (layer.head_v_dim, layer.head_k_dim)
+    k_first = isinstance(layer, GatedDeltaNet2 | GatedDeltaProduct)
+    assert state["recurrent_state"].shape == (2, layer.num_v_heads, *(sides[::-1] if k_first else sides))
     assert state["recurrent_state"].dtype == torch.float32
     if layer.use_short_conv:
-        sizes = (layer.key_dim, layer.key_dim, layer.value_dim)
+        n = getattr(layer, "num_householder", 1)
+        sizes = (layer.key_dim, layer.key_dim * n, layer.value_dim * n)
         assert [tuple(s.shape) for s in state["conv_state"]] == [(2, d, layer.conv_size) for d in sizes]
     else:
         assert state["conv_state"] is None
@@ -431,6 +465,14 @@ def test_mode_rule_and_op_arguments(cls, mode, T, grad, training, expected, monk
         (lambda: KimiDeltaAttention(**SMALL, expand_v=1.3), ValueError, r"expand_v=1.3 does not .* head_dim=8"),
         (lambda: GatedDeltaNet(**SMALL, num_v_heads=3), ValueError, r"num_v_heads=3 must be divisible by num_heads=2"),
         (lambda: KimiDeltaAttention(**SMALL, num_v_heads=1), ValueError, r"num_v_heads=1 must be divisible"),
+        (
+            lambda: GatedDeltaProduct(**SMALL, num_v_heads=3),
+            ValueError,
+            r"num_v_heads=3 must be divisible by num_heads=2",
+        ),
+        (lambda: GatedDeltaProduct(**SMALL, num_householder=0), ValueError, r"must be at least 1, got 0"),
+        (lambda: GatedDeltaNet2(**SMALL, num_v_heads=1), ValueError, r"num_v_heads=1 must be divisible"),
+        (lambda: GatedDeltaNet2(**SMALL, expand_v=1.3), ValueError, r"expand_v=1.3 does not .* head_dim=8: 10.4"),
         (lambda: GatedDeltaNet(**SMALL, mode="scan"), AssertionError, r"Not supported mode `scan`"),
         (lambda: GatedDeltaNet(**SMALL, output_gate_activation="relu"), ValueError, r"or 'sigmoid', got 'relu'"),
         (lambda: KimiDeltaAttention(**SMALL, safe_gate=True), ValueError, r"lower_bound in \[-5, 0\), got None"),

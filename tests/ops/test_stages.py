@@ -35,7 +35,7 @@ def prepared(g: torch.Tensor) -> torch.Tensor:
 
 
 def scalar(kq: torch.Tensor, g: torch.Tensor) -> ScalarDecay:
-    return ScalarDecay(kq, cumulative(prepared(g)), Workspace(kq, kq.dtype))
+    return ScalarDecay(kq.flatten(1, 2), cumulative(prepared(g)), Workspace(kq, kq.dtype))
 
 
 def referenced(kq: torch.Tensor, g: torch.Tensor) -> ReferencedDecay:
@@ -97,14 +97,14 @@ def by_class(build: Build, kq, g, S, u, dA, dP, dX, dS) -> tuple[torch.Tensor, .
     # Results may lie in memory that the next method works on, as may what is handed in.
     before, after = load(S), load(dS)
     A, P = (x.clone() for x in decay.attend_(before))
-    X = decay.read().clone()
+    X = decay.read().clone().view(dX.shape)
     du = decay.write_backward(after).clone()
-    back = decay.backward_(dA.clone(), dP.clone(), dX.clone(), after, u, before)
+    back = decay.backward_(dA.clone(), dP.clone(), dX.clone().flatten(1, 2), after, u, before)
     decay = build(kq, g)
     new = load(S)
     decay.attend_(new)
     decay.write_(new, u)
-    return A.tril(-1), P, X, store(new), du, back.kq, back.g, store(back.S)
+    return A.tril(-1), P, X, store(new), du, back.kq.view(kq.shape), back.g, store(back.S)
 
 
 def assert_agree(

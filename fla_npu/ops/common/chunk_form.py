@@ -1,11 +1,11 @@
 """The delta rule chunk by chunk, as the papers write it: a second definition, independent of the token loop.
 
-Rows r and s are tokens of one chunk, `S` is the state at its start, `beta` a diagonal matrix (Gated Delta Networks,
-arXiv 2412.06464; Kimi Linear, arXiv 2510.26692):
+Rows r and s are tokens of one chunk, `S` is the state at its start (Gated Delta Networks, arXiv 2412.06464; Kimi
+Linear, arXiv 2510.26692); `e = beta b k` is what a token erases by and `x = beta w v` what it writes:
 
     E_rs = exp(sum of g over tokens s+1 .. r)           s <= r; one factor per key channel if g has one
-    A_rs = beta_r sum_c k_rc E_rs,c k_sc                s < r
-    W, U = (I + A)^-1 beta [E_0 k, v]                   E_0: decay since the start of the chunk
+    A_rs = sum_c e_rc E_rs,c k_sc                       s < r
+    W, U = (I + A)^-1 [E_0 e, x]                        E_0: decay since the start of the chunk
     u    = U - W S
     o    = scale (E_0 q S + P u),   P_rs = sum_c q_rc E_rs,c k_sc,   s <= r
     S    = E_0,last S + (E_last k)^T u
@@ -21,8 +21,10 @@ def delta_chunk_form(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    beta: torch.Tensor,
     g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    w: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     chunk_size: int = 64,
@@ -31,8 +33,9 @@ def delta_chunk_form(
     """What `delta_recurrence` computes, by chunks; the last chunk may be short.
 
     Args:
-        q, k: `[B,T,H,K]`; v: `[B,T,HV,V]` with `HV` a multiple of `H`; beta: `[B,T,HV]`.
+        q, k: `[B,T,H,K]`; v: `[B,T,HV,V]` with `HV` a multiple of `H`.
         g: log decays `[B,T,HV]` or `[B,T,HV,K]`; -inf is allowed.
+        beta, b, w: `[B,T,HV]`, `[B,T,HV,K]` and `[B,T,HV,V]`; None means 1.
         scale: factor of q, `K ** -0.5` when None.
         initial_state: `[B,HV,K,V]` or None for zeros. Never written to.
         dtype: of all arithmetic and of the results.
@@ -48,7 +51,9 @@ def delta_chunk_form(
     # [B, T, heads, ...] -> [B, HV, T, ...]
     q, k = (x.to(dtype).repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))
     v = v.to(dtype).transpose(1, 2)
-    beta = beta.to(dtype).transpose(1, 2)[..., None]
+    beta = v.new_ones(1) if beta is None else beta.to(dtype).transpose(1, 2)[..., None]
+    erase = beta * k if b is None else beta * b.to(dtype).transpose(1, 2) * k
+    write = beta * v if w is None else beta * w.to(dtype).transpose(1, 2) * v
     g = (g if g.ndim == 4 else g[..., None]).to(dtype).transpose(1, 2)
     q = q * scale
     if initial_state is None:
@@ -59,16 +64,16 @@ def delta_chunk_form(
     outputs = []
     for start in range(0, length, chunk_size):
         chunk = slice(start, start + chunk_size)
-        cq, ck, cv, cb, cg = (x[:, :, chunk] for x in (q, k, v, beta, g))
+        cq, ck, ce, cx, cg = (x[:, :, chunk] for x in (q, k, erase, write, g))
         tokens = cq.shape[2]
         decay = _pair_decay(cg)
         since_start = cg.cumsum(-2).exp()
 
-        system = torch.eye(tokens, dtype=dtype, device=q.device) + (cb * _scores(ck, ck, decay)).tril(-1)
-        right_sides = torch.cat([cb * since_start * ck, cb * cv], dim=-1)
+        system = torch.eye(tokens, dtype=dtype, device=q.device) + _scores(ce, ck, decay).tril(-1)
+        right_sides = torch.cat([since_start * ce, cx], dim=-1)
         solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
-        w, u = solution.split([key_dim, value_dim], dim=-1)
-        u = u - w @ state
+        by_state, u = solution.split([key_dim, value_dim], dim=-1)
+        u = u - by_state @ state
         outputs.append((since_start * cq) @ state + _scores(cq, ck, decay) @ u)
         state = since_start[:, :, -1, :, None] * state + (decay[:, :, -1] * ck).mT @ u
 

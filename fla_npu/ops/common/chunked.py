@@ -13,6 +13,7 @@ from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, referenced_size
 from fla_npu.ops.common.step import one_token
+from fla_npu.ops.common.workspace import Workspace
 from fla_npu.ops.problem import Options, Problem
 
 Decay = ScalarDecay | ReferencedDecay | LevelDecay
@@ -36,13 +37,13 @@ def chunked_forward(
         states at the start of every chunk `[B,NT,HV,K,V]` or V-first in the dtype of k if asked for.
     """
     tensors, options, _ = problem
-    o = torch.empty(tensors.v.shape, dtype=tensors.v.dtype, device=tensors.v.device)
+    o = torch.empty(*tensors.q.shape[:2], *tensors.v.shape[2:], dtype=tensors.v.dtype, device=tensors.v.device)
     final = _FinalStates(problem) if options.output_final_state else None
     between = _ChunkStates(problem) if options.return_intermediate_states else None
     for run in runs(problem):
         S = initial_states(problem, run)
         final_of_run = None if final is None else run.states_of(final.k_first)
-        if run.length == 1 and between is None and kept is None:
+        if run.length == options.updates == 1 and between is None and kept is None:
             run.of(o).copy_(one_token(run.tensors_of(tensors), options, S, final_of_run))
             continue
         S = _walk(Loader(tensors, options, run), S, run.of(o), between, kept)
@@ -70,7 +71,8 @@ def _walk(
         for step, chunk, decay in steps(loader, tokens):
             A, P = decay.attend_(S)
             u = solve(loader, chunk, decay, A)
-            decay.output(torch.bmm(P, u, out=loader.workspace.take("within", *u.shape)), o[:, :, step])
+            within = torch.bmm(P, u, out=loader.workspace.take("within", *P.shape[:2], u.shape[2]))
+            decay.output(within, o[:, :, step])
             decay.write_(S, u)
     return state_kind(loader.options).store_state(S, count)
 
@@ -100,7 +102,14 @@ def steps(loader: Loader, tokens: slice) -> Iterator[tuple[slice, Chunk, Decay]]
         kind, C = (ReferencedDecay, fitting) if fitting else (LevelDecay, size)
     for i in range(0, size, C):
         piece = chunk if size == C else chunk.piece(slice(i, i + C))
-        yield slice(tokens.start + i, tokens.start + i + C), piece, kind(piece.kq, piece.g, loader.workspace)
+        yield slice(tokens.start + i, tokens.start + i + C), piece, decay_of(kind, piece, loader.workspace)
+
+
+def decay_of(kind: type[Decay], chunk: Chunk, workspace: Workspace) -> Decay:
+    """The decay of one step."""
+    if issubclass(kind, ScalarDecay):
+        return kind(chunk.kq, chunk.g, workspace)
+    return kind(chunk.kq, chunk.g, workspace, chunk.b)
 
 
 def solve(loader: Loader, chunk: Chunk, decay: Decay, A: torch.Tensor) -> torch.Tensor:
@@ -145,7 +154,7 @@ class _ChunkStates:
         tensors, options, cu_seqlens = problem
         self.size = options.chunk_size
         HV, K, V = _state_shape(problem)
-        B, T = tensors.v.shape[:2]
+        B, T = tensors.q.shape[:2]
         lengths = [T] if cu_seqlens is None else problem.lengths
         self.offsets = [0, *accumulate(-(-length // self.size) for length in lengths)]
         self.states = tensors.k.new_empty(B, self.offsets[-1], HV, *((V, K) if options.state_v_first else (K, V)))

@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-from fla_npu.ops.common.chunked import Decay, KeptStates, chunks, initial_states, solve, state_kind, steps
+from fla_npu.ops.common.chunked import (
+    Decay,
+    KeptStates,
+    chunks,
+    decay_of,
+    initial_states,
+    solve,
+    state_kind,
+    steps,
+)
 from fla_npu.ops.common.prepare import Chunk, Loader, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Problem, Tensors
@@ -100,7 +109,7 @@ def _chunk_backward(
         decay.write_(S, solve(loader, chunk, decay, A))
     for step, kind, S in reversed(earlier):
         chunk = loader.load(step)
-        dS = _step_backward(loader, step, chunk, kind(chunk.kq, chunk.g, loader.workspace), S, dS, do, grads)
+        dS = _step_backward(loader, step, chunk, decay_of(kind, chunk, loader.workspace), S, dS, do, grads)
     return dS
 
 
@@ -116,17 +125,17 @@ def _step_backward(
 ) -> torch.Tensor:
     """Store the gradients of one step; returns that of the state before it."""
     A, P = decay.attend_(S)
-    w = torch.sub(chunk.v, decay.read()[:, 0])
+    w = torch.sub(chunk.v, decay.read()[:, : A.shape[1]])
     T = A * chunk.beta
     u = solve_unit_lower(T, w * chunk.beta)
 
-    dO = do[:, step].transpose(1, 2).reshape(u.shape).to(u.dtype)
+    dO = do[:, step].transpose(1, 2).reshape(*P.shape[:2], -1).to(u.dtype)
     du = torch.baddbmm(decay.write_backward(dS), P.mT, dO)
     db = solve_unit_lower(T, du, transpose=True)
     dT = torch.bmm(db, u.mT).tril_(-1).neg_()
     dbeta = (db * w).sum(-1) + (dT * A).sum(-1)
     dv = db * chunk.beta
-    dX = torch.stack((dv.neg(), dO), dim=1)
-    back = decay.backward_(dT.mul_(chunk.beta), torch.bmm(dO, u.mT).tril_(), dX, dS, u, S)
-    loader.store_gradients(step, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=dbeta)
+    dX = torch.cat((dv.neg(), dO), dim=1)
+    back = decay.backward_(dT.mul_(chunk.beta), torch.bmm(dO, u.mT), dX, dS, u, S)
+    loader.store_gradients(step, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=dbeta, db=back.b)
     return back.S

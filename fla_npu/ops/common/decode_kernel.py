@@ -320,7 +320,7 @@ def launch_recurrent(
         `(o, states)`: `[B, T, HV, V]` in v's dtype; `initial_state` itself with `inplace`, else `[N, HV, K, V]` (or
         V-first) in float32, or None.
     """
-    q, k, v, g, beta, A_log, dt_bias, initial, gk, gv = tensors
+    q, k, v, g, beta, A_log, dt_bias, initial, gk, gv = tensors[:10]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1

@@ -34,10 +34,11 @@ class Run:
     length: int
     packed: bool
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Their part of a `[B, T, ...]` tensor, as a view `[count, length, ...]`."""
+    def of(self, x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+        """Their part of a `[B, T * rows, ...]` tensor, as a view `[count, length * rows, ...]`."""
         if self.packed:
-            return x[0, self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
+            start, length = self.start * rows, self.length * rows
+            return x[0, start : start + self.count * length].unflatten(0, (self.count, length))
         return x[self.sequence : self.sequence + self.count]
 
     def tensors_of(self, tensors: Tensors) -> Tensors:
@@ -51,12 +52,12 @@ class Run:
 
 def runs(problem: Problem, rows_per_step: int = ROWS_PER_STEP) -> Iterator[Run]:
     """All sequences of a call that have tokens. Neighbours of equal length, as decoding has them, form one run."""
-    v = problem.tensors.v
     size = problem.options.chunk_size
-    B, T, HV = v.shape[:3]
+    B, T = problem.tensors.q.shape[:2]
+    rows = problem.tensors.v.shape[2] * problem.options.updates
 
     def cut(sequence: int, count: int, start: int, length: int, packed: bool) -> Iterator[Run]:
-        step = max(1, rows_per_step // (HV * min(length, size)))
+        step = max(1, rows_per_step // (rows * min(length, size)))
         for i in range(0, count, step):
             yield Run(sequence + i, min(step, count - i), start + i * length if packed else 0, length, packed)
 
@@ -93,21 +94,24 @@ def gate_parameters(tensors: Tensors, options: Options) -> tuple[torch.Tensor | 
 
 
 class Chunk(NamedTuple):
-    """A chunk of C tokens of N = batch * H heads with R = HV // H value heads each, in working precision."""
+    """A chunk of Q tokens of N = batch * H heads with R = HV // H value heads each, in working precision. The C rows of
+    k, v and beta are Q * `Options.updates`."""
 
     kq: torch.Tensor
-    """`[N, 2, C, K]`: k, and q times scale."""
+    """k, and q times scale: `[N, C + Q, K]` (scalar), or `[N, 2, C, K]` (channel)."""
     v: torch.Tensor
-    """`[N*R, C, V]`, possibly strided and of the input's dtype."""
+    """`[N*R, C, V]`, possibly strided and of the input's dtype; times the write gate."""
     g: Any
     """Binary log decays, at least `FORGET`: `[N, R, C]` and summed (scalar), or `[N, R, C, K]` (channel)."""
     beta: torch.Tensor
     """`[N*R, C, 1]`."""
     inverse_norm: torch.Tensor | None
-    """`[N, 2, C, 1]`: what k and q were multiplied with by the L2 norm (without scale)."""
+    """What k and q were multiplied with by the L2 norm (without scale): as `kq`, with 1 for K."""
+    b: torch.Tensor | None = None
+    """The erase gate, `[N, R, C, K]`."""
 
     def piece(self, tokens: slice) -> "Chunk":
-        """Some tokens of it, as views."""
+        """Some tokens of it, as views; for decays per channel."""
         norm = self.inverse_norm
         return Chunk(
             kq=self.kq[:, :, tokens],
@@ -115,6 +119,7 @@ class Chunk(NamedTuple):
             g=self.g[:, :, tokens],
             beta=self.beta[:, tokens],
             inverse_norm=None if norm is None else norm[:, :, tokens],
+            b=None if self.b is None else self.b[:, :, tokens],
         )
 
 
@@ -123,7 +128,7 @@ class _Gates(NamedTuple):
 
     start: int
     beta: torch.Tensor
-    """`[N*R, tokens, 1]`."""
+    """`[N*R, rows, 1]`."""
     g: list[Cumulative] | None
     """Summed decays per head of each chunk; None for decays per channel."""
 
@@ -140,8 +145,11 @@ class Loader:
     def __init__(self, tensors: Tensors, options: Options, run: Run) -> None:
         self.options = options
         self.run = run
-        self.q, self.k, self.v = (run.of(x).transpose(1, 2) for x in (tensors.q, tensors.k, tensors.v))
-        self.beta = run.of(tensors.beta)
+        self.updates = options.updates
+        self.q = run.of(tensors.q).transpose(1, 2)
+        self.k, self.v = (run.of(x, self.updates).transpose(1, 2) for x in (tensors.k, tensors.v))
+        self.beta = run.of(tensors.beta, self.updates)
+        self.b, self.w = (None if x is None else run.of(x).transpose(1, 2) for x in (tensors.b, tensors.w))
         self.g = None if tensors.g is None else run.of(tensors.g)
         self.dtype = working_dtype(tensors.q)
         self.workspace = Workspace(tensors.q, self.dtype)
@@ -153,30 +161,49 @@ class Loader:
 
     def load(self, tokens: slice) -> Chunk:
         """One chunk, or a piece of it for decays per channel."""
-        n, H, C, K = self.k[:, :, tokens].shape
-        kq = self.workspace.take("kq", n, H, 2, C, K)
+        rows = self._rows(tokens)
+        k, q = self.k[:, :, rows], self.q[:, :, tokens]
+        n, H, C, K = k.shape
+        both = C + q.shape[2]
+        kq = self.workspace.take("kq", n, H, both, K)
+        inverse_norm = None
         if self.options.qk_l2norm:
-            inverse_norm = self.workspace.take("norm", n, H, 2, C, 1)
-            self._normalised(self.k[:, :, tokens], 1.0, kq[:, :, 0], inverse_norm[:, :, 0])
-            self._normalised(self.q[:, :, tokens], self.options.scale, kq[:, :, 1], inverse_norm[:, :, 1])
-            inverse_norm = inverse_norm.view(n * H, 2, C, 1)
+            inverse_norm = self.workspace.take("norm", n, H, both, 1)
+            self._normalised(k, 1.0, kq[:, :, :C], inverse_norm[:, :, :C])
+            self._normalised(q, self.options.scale, kq[:, :, C:], inverse_norm[:, :, C:])
         else:
-            inverse_norm = None
-            kq[:, :, 0].copy_(self.k[:, :, tokens])
-            _times(self.q[:, :, tokens], self.options.scale, kq[:, :, 1])
+            kq[:, :, :C].copy_(k)
+            _times(q, self.options.scale, kq[:, :, C:])
         gates = self._gates(tokens)
         i = tokens.start - gates.start
         if gates.g is None:
             g = self._decay(tokens).view(n * H, -1, C, K)
+            shape: tuple[int, ...] = (n * H, 2, C)
         else:
             g = gates.g[i // self.options.chunk_size]
+            shape = (n * H, both)
+        i *= self.updates
         return Chunk(
-            kq=kq.view(n * H, 2, C, K),
-            v=self.v[:, :, tokens].reshape(n * self.value_heads, C, -1),
+            kq=kq.view(*shape, K),
+            v=self._written(rows).reshape(n * self.value_heads, C, -1),
             g=g,
             beta=gates.beta[:, i : i + C],
-            inverse_norm=inverse_norm,
+            inverse_norm=None if inverse_norm is None else inverse_norm.view(*shape, 1),
+            b=None if self.b is None else self._copied("erase", self.b[:, :, rows]).view(n * H, -1, C, K),
         )
+
+    def _rows(self, tokens: slice) -> slice:
+        """Where k, v and beta have these tokens."""
+        return slice(tokens.start * self.updates, tokens.stop * self.updates)
+
+    def _written(self, rows: slice) -> torch.Tensor:
+        """v times the write gate, `[count, HV, C, V]`."""
+        v = self.v[:, :, rows]
+        return v if self.w is None else self._copied("written", v).mul_(self.w[:, :, rows])
+
+    def _copied(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x in working precision, contiguous."""
+        return self.workspace.take(name, *x.shape).copy_(x)
 
     def _normalised(self, x: torch.Tensor, factor: float, out: torch.Tensor, inverse_norm: torch.Tensor) -> None:
         """Write x `[count, H, C, K]` over its norm, times factor, to `out`."""
@@ -194,10 +221,11 @@ class Loader:
         if self._current is None or self._current.start != start:
             self._current = None  # freed before the next one is made
             inside = slice(start, min(start + block, self.run.length))
-            n, C, HV = self.beta[:, inside].shape
-            beta = self._beta(inside).transpose(1, 2).reshape(n * HV, C, 1)
+            n, C, HV = self.beta[:, self._rows(inside)].shape
+            beta = self._beta(self._rows(inside)).transpose(1, 2).reshape(n * HV, C, 1)
             g = None
             if self.options.decay != "channel":
+                size *= self.updates
                 full = C // size * size
                 decay = self._decay(inside).view(n * self.heads, -1, C)
                 sums = cumulative(decay[..., :full].unflatten(-1, (C // size, size)))
@@ -208,19 +236,22 @@ class Loader:
         return self._current
 
     def _decay(self, tokens: slice) -> torch.Tensor:
-        """Binary log decay `[count, HV, C(, K)]`, at least `FORGET`."""
-        n, C, HV = self.beta[:, tokens].shape
+        """Binary log decay `[count, HV, C(, K)]`, at least `FORGET`; a token's is that of its first update."""
+        n, C, HV = self.beta[:, self._rows(tokens)].shape
         out = self.workspace.take("g", n, HV, C, *self.g_tail)
         if self.g is None:
             return out.zero_()
+        if self.updates > 1:
+            out.zero_()
         g = self.g[:, tokens]
         if self.options.gate != "none":
             g = gate_forward(g.to(self.dtype), self.a, self.bias, self.options.gate, self.options.lower_bound)
-        return _times(g.transpose(1, 2), RCP_LN2, out).clamp_min_(FORGET)
+        _times(g.transpose(1, 2), RCP_LN2, out[:, :, :: self.updates])
+        return out.clamp_min_(FORGET)
 
-    def _beta(self, tokens: slice) -> torch.Tensor:
+    def _beta(self, rows: slice) -> torch.Tensor:
         """`[count, C, HV]`."""
-        beta = self.beta[:, tokens].to(self.dtype)
+        beta = self.beta[:, rows].to(self.dtype)
         return torch.sigmoid(beta).mul_(self.options.beta_scale) if self.options.beta_sigmoid else beta
 
     def store_gradients(
@@ -233,36 +264,43 @@ class Loader:
         dv: torch.Tensor,
         dg: torch.Tensor,
         dbeta: torch.Tensor,
+        db: torch.Tensor | None,
     ) -> None:
         """Write the gradients of a chunk, shaped as in `Chunk`, to their place in the call's gradients `into`.
 
         Those of `A_log` and `dt_bias` are added to what is there.
         """
-        options, run = self.options, self.run
+        options, run, updates = self.options, self.run, self.updates
         n, H, HV = run.count, self.heads, self.value_heads
-        C = dkq.shape[2]
+        rows = self._rows(tokens)
+        C = rows.stop - rows.start
+        dkq = dkq.view(n, H, -1, self.key_dim)
+        dkq[:, :, C:].mul_(options.scale)
         if chunk.inverse_norm is not None:
             # x/|x| = y: dx = (dy - y (y . dy)) / |x|, with y the normalised rows (q's without scale).
-            dkq[:, 1].mul_(options.scale)
-            unit = chunk.kq.clone()
-            unit[:, 1].div_(options.scale or 1.0)
-            dkq.sub_(unit * (unit * dkq).sum(-1, keepdim=True)).mul_(chunk.inverse_norm)
-        else:
-            dkq[:, 1].mul_(options.scale)
-        dkq = dkq.view(n, H, 2, C, -1)
-        run.of(into.k)[:, tokens].copy_(dkq[:, :, 0].transpose(1, 2))
-        run.of(into.q)[:, tokens].copy_(dkq[:, :, 1].transpose(1, 2))
-        run.of(into.v)[:, tokens].copy_(dv.view(n, HV, C, -1).transpose(1, 2))
+            unit = chunk.kq.reshape(dkq.shape).clone()
+            unit[:, :, C:].div_(options.scale or 1.0)
+            norm = chunk.inverse_norm.reshape(*dkq.shape[:3], 1)
+            dkq.sub_(unit * (unit * dkq).sum(-1, keepdim=True)).mul_(norm)
+        run.of(into.k, updates)[:, rows].copy_(dkq[:, :, :C].transpose(1, 2))
+        run.of(into.q)[:, tokens].copy_(dkq[:, :, C:].transpose(1, 2))
+        dv = dv.view(n, HV, C, -1)
+        if self.w is not None and into.w is not None:
+            run.of(into.w)[:, rows].copy_((dv * self.v[:, :, rows]).transpose(1, 2))
+            dv = dv * self.w[:, :, rows]
+        run.of(into.v, updates)[:, rows].copy_(dv.transpose(1, 2))
+        if db is not None and into.b is not None:
+            run.of(into.b)[:, rows].copy_(db.view(n, HV, C, -1).transpose(1, 2))
 
         dbeta = dbeta.view(n, HV, C).transpose(1, 2)
         if options.beta_sigmoid:
-            s = torch.sigmoid(self.beta[:, tokens].to(self.dtype))
+            s = torch.sigmoid(self.beta[:, rows].to(self.dtype))
             dbeta = dbeta * (options.beta_scale * s * (1 - s))
-        run.of(into.beta)[:, tokens].copy_(dbeta)
+        run.of(into.beta, updates)[:, rows].copy_(dbeta)
 
         if self.g is None or into.g is None:
             return
-        dg = dg.reshape(n, HV, C, *self.g_tail).transpose(1, 2)
+        dg = dg.reshape(n, HV, C, *self.g_tail)[:, :, ::updates].transpose(1, 2)
         if options.gate != "none":
             logits = self.g[:, tokens].to(self.dtype)
             dg, d_a_log = gate_backward(logits, self.a, self.bias, options.gate, options.lower_bound, dg)

@@ -13,6 +13,10 @@ That is the reordered dataflow of the HA-NPU paper: every product with S, K and 
 formed and one state lives on core. The classes here supply scores, read and write for the two kinds of decay, with
 their gradients; `chunked.py` and `chunked_bwd.py` hold what does not depend on the decay.
 
+Two variants change the rows of the products with S and K, and nothing else. With several updates per token (Gated
+DeltaProduct) q has a row per token and k one per update. With an erase gate (GDN-2) A and X_k are formed with the rows
+b * k instead of k; its write gate is no concern of a chunk, which gets w * v for v and 1 for beta.
+
 Decays are kept as binary logarithms: `exp2` costs the same for every argument, whereas `exp` of a CPU's vector library
 takes a hundred times longer as soon as a result underflows (measured: 9 us against 1365 us for 65536 numbers at -88).
 """
@@ -53,11 +57,13 @@ class Gradients(NamedTuple):
     """What a decay hands back from its part of the backward pass."""
 
     kq: torch.Tensor
-    """`[N, 2, C, K]`."""
+    """Shaped as given."""
     g: torch.Tensor
     """Of the (natural) log decay: `[N, R, C]` or `[N, R, C, K]`."""
     S: torch.Tensor
     """Of the state at the start of the chunk."""
+    b: torch.Tensor | None = None
+    """Of the erase gate, `[N, R, C, K]`."""
 
 
 class Cumulative(NamedTuple):
@@ -87,7 +93,8 @@ class ScalarDecay:
     """One decay per value head and token (GDN). Query/key work is shared by the R value heads of a group.
 
     Args:
-        kq: `[N, 2, C, K]`, k and the scaled q of N = batch * H heads.
+        kq: `[N, C + Q, K]`, C rows of k, then Q of the scaled q, of N = batch * H heads. C is a multiple of Q: each q
+            comes after C / Q rows of k.
         g: the summed decays, `[N, R, C]`.
         workspace: where results of its methods lie until the next chunk.
 
@@ -96,8 +103,12 @@ class ScalarDecay:
 
     def __init__(self, kq: torch.Tensor, g: Cumulative, workspace: Workspace) -> None:
         self.kq, self.take = kq, workspace.take
-        self.above = workspace.constant("above", kq.shape[2], _above)
         self.coarse, self.fine, self.reading, self.writing = g
+        C = self.reading.shape[-1]
+        self.k = kq[:, :C]
+        self.above = workspace.constant("above", C, _above)
+        updates = C // (kq.shape[1] - C)
+        self.after = slice(updates - 1, None, updates)
 
     @staticmethod
     def load_state(state: torch.Tensor, heads: int) -> torch.Tensor:
@@ -118,32 +129,34 @@ class ScalarDecay:
         S may be rescaled in place; it is only good for the methods below afterwards, and whole again after `write_`.
 
         Returns:
-            `A [N*R, C, C]` (anything on and above the diagonal), `P [N*R, C, C]` (zero above it).
+            `A [N*R, C, C]` (anything on and above the diagonal), `P [N*R, Q, C]` (zero where k comes after q).
         """
-        N, _, C, K = self.kq.shape
+        N, rows, K = self.kq.shape
         R, V = S.shape[2:]
-        kq = self.kq.view(N, 2 * C, K)
-        raw = torch.bmm(kq, S.view(N, K, R * V), out=self.take("raw", N, 2 * C, R * V))
-        self.raw = raw.view(N, 2, C, R, V).permute(0, 3, 1, 2, 4)
-        G = torch.bmm(kq, kq[:, :C].mT, out=self.take("G", N, 2 * C, C)).view(N, 2, 1, C, C)
+        C = self.k.shape[1]
+        raw = torch.bmm(self.kq, S.view(N, K, R * V), out=self.take("raw", N, rows, R * V))
+        self.raw = raw.view(N, rows, R, V).transpose(1, 2)
+        G = torch.bmm(self.kq, self.k.mT, out=self.take("G", N, rows, C)).view(N, 1, rows, C)
         D = torch.sub(self.coarse[..., :, None], self.coarse[..., None, :], out=self.take("D", N, R, C, C))
         D.add_(self.fine[..., :, None]).sub_(self.fine[..., None, :]).add_(self.above)
         self.D = exp2_(D)
-        self.A = torch.mul(G[:, 0], D, out=self.take("A", N, R, C, C))
-        self.P = torch.mul(G[:, 1], D, out=self.take("P", N, R, C, C))
-        return self.A.view(N * R, C, C), self.P.view(N * R, C, C)
+        self.A = torch.mul(G[:, :, :C], D, out=self.take("A", N, R, C, C))
+        self.P = torch.mul(G[:, :, C:], D[:, :, self.after], out=self.take("P", N, R, rows - C, C))
+        return self.A.view(N * R, C, C), self.P.view(N * R, rows - C, C)
 
     def residual(self, v: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         """`beta (v - X_k)`, `[N*R, C, V]`, given v of that shape and beta `[N*R, C, 1]`."""
-        N, R, _, C, V = self.raw.shape
+        N, R, _, V = self.raw.shape
+        C = self.k.shape[1]
         beta = beta.view(N, R, C, 1)
-        b = torch.mul(self.raw[:, :, 0], -beta * self.reading[..., None], out=self.take("b", N, R, C, V))
+        b = torch.mul(self.raw[:, :, :C], -beta * self.reading[..., None], out=self.take("b", N, R, C, V))
         return b.addcmul_(v.unflatten(0, (N, R)), beta).view(N * R, C, V)
 
     def output(self, within: torch.Tensor, o: torch.Tensor) -> None:
-        """Write `X_q + within` to o `[n, HV, C, V]`, given within `[n*HV, C, V]`."""
+        """Write `X_q + within` to o `[n, HV, Q, V]`, given within `[n*HV, Q, V]`."""
         groups = (o.shape[0], -1)
-        raw, reading = self.raw[:, :, 1].unflatten(0, groups), self.reading[..., None].unflatten(0, groups)
+        raw = self.raw[:, :, self.k.shape[1] :].unflatten(0, groups)
+        reading = self.reading[..., self.after, None].unflatten(0, groups)
         within = within.view(raw.shape)
         o = o.unflatten(1, raw.shape[1:3])
         if o.dtype == within.dtype:
@@ -152,16 +165,17 @@ class ScalarDecay:
             o.copy_(within.addcmul_(raw, reading))
 
     def read(self) -> torch.Tensor:
-        """X `[N*R, 2, C, V]`: what k and q read from the state."""
-        N, R, _, C, V = self.raw.shape
-        self.X = torch.mul(self.raw, self.reading[:, :, None, :, None], out=self.take("X", N, R, 2, C, V))
-        return self.X.view(N * R, 2, C, V)
+        """X `[N*R, C + Q, V]`: what k and q read from the state."""
+        N, R, rows, V = self.raw.shape
+        self.row_reading = torch.cat((self.reading, self.reading[..., self.after]), dim=-1)[..., None]
+        self.X = torch.mul(self.raw, self.row_reading, out=self.take("X", N, R, rows, V))
+        return self.X.view(N * R, rows, V)
 
     def write_(self, S: torch.Tensor, u: torch.Tensor) -> None:
         """Update the state in place with u `[N*R, C, V]`."""
         N, K, R, V = S.shape
         S.mul_(self.reading[:, None, :, -1:])
-        S.view(N, K, R * V).baddbmm_(self.kq[:, 0].mT, self._weigh(u))
+        S.view(N, K, R * V).baddbmm_(self.k.mT, self._weigh(u))
 
     def _weigh(self, u: torch.Tensor) -> torch.Tensor:
         """u times the decay that is left of it at the end of the chunk, heads of a group side by side."""
@@ -174,43 +188,48 @@ class ScalarDecay:
     def write_backward(self, dS: torch.Tensor) -> torch.Tensor:
         """The gradient of u `[N*R, C, V]`, given that of the new state."""
         N, K, R, V = dS.shape
-        C = self.kq.shape[2]
-        du = torch.bmm(self.kq[:, 0], dS.view(N, K, R * V), out=self.take("K dS", N, C, R * V)).view(N, C, R, V)
+        C = self.k.shape[1]
+        du = torch.bmm(self.k, dS.view(N, K, R * V), out=self.take("K dS", N, C, R * V)).view(N, C, R, V)
         self.du = torch.mul(du.transpose(1, 2), self.writing[..., None], out=self.take("du", N, R, C, V))
         return self.du.view(N * R, C, V)
 
     def backward_(
         self, dA: torch.Tensor, dP: torch.Tensor, dX: torch.Tensor, dS: torch.Tensor, u: torch.Tensor, S: torch.Tensor
     ) -> Gradients:
-        """Gradients from those of A (strictly lower), P (lower), X and the new state; dS becomes that of the old one.
+        """Gradients from those of A (strictly lower), P (anything where P is zero), X and the new state; dS becomes
+        that of the old one, and dP may be written to.
 
         `attend_(S)`, `read()` and `write_backward(dS)` come first.
         """
-        N, _, C, K = self.kq.shape
+        N, rows, K = self.kq.shape
         R, V = S.shape[2:]
-        kq = self.kq.view(N, 2 * C, K)
-        dX, dA, dP = dX.view(N, R, 2, C, V), dA.view(N, R, C, C), dP.view(N, R, C, C)
+        C = self.k.shape[1]
+        dX, dA, dP = dX.view(N, R, rows, V), dA.view(N, R, C, C), dP.view(N, R, rows - C, C)
         weighed = self._weigh(u)
         from_write = torch.bmm(weighed, dS.view(N, K, R * V).mT, out=self.take("u dS", N, C, K))
 
         # A log decay acts through every pair of tokens that it lies between: rows from its token on, columns before it.
         # Summed as pairs, not as row sums less column sums, whose large terms cancel when decays are strong.
-        through = _sum_from(torch.addcmul(dA * self.A, dP, self.P), -2).tril_(-1).sum(-1)
-        through_read = torch.mul(dX, self.X, out=self.take("dX X", N, R, 2, C, V)).sum((2, 4))
+        pairs = dA * self.A
+        pairs[:, :, self.after].addcmul_(dP, self.P)
+        through = _sum_from(pairs, -2).tril_(-1).sum(-1)
+        of_rows = torch.mul(dX, self.X, out=self.take("dX X", N, R, rows, V)).sum(-1)
+        through_read = of_rows[..., :C]
+        through_read[..., self.after] += of_rows[..., C:]
         through_write = self.du.mul_(u.view(N, R, C, V)).sum(-1)
         through_state = torch.mul(S, dS, out=self.take("S dS", N, K, R, V)).sum((1, 3))
         dg = through + _sum_from(through_read, -1) + (self.reading[..., -1] * through_state)[..., None]
         dg[..., 1:] += through_write[..., :-1].cumsum(-1)
 
-        dG = torch.stack(((dA * self.D).sum(1), (dP * self.D).sum(1)), dim=1).view(N, 2 * C, C)
-        raw = self.take("raw", N, 2, C, R, V)
-        torch.mul(dX, self.reading[:, :, None, :, None], out=raw.permute(0, 3, 1, 2, 4))
-        raw = raw.view(N, 2 * C, R * V)
-        dkq = torch.bmm(dG, kq[:, :C], out=self.take("dkq", N, 2 * C, K))
-        dkq = dkq.baddbmm_(raw, S.view(N, K, R * V).mT).view(N, 2, C, K)
-        dkq[:, 0] += from_write.baddbmm_(dG.mT, kq)
+        dG = torch.cat(((dA * self.D).sum(1), (dP * self.D[:, :, self.after]).sum(1)), dim=1)
+        raw = self.take("raw", N, rows, R, V)
+        torch.mul(dX, self.row_reading, out=raw.transpose(1, 2))
+        raw = raw.view(N, rows, R * V)
+        dkq = torch.bmm(dG, self.k, out=self.take("dkq", N, rows, K))
+        dkq.baddbmm_(raw, S.view(N, K, R * V).mT)
+        dkq[:, :C] += from_write.baddbmm_(dG.mT, self.kq)
         dS.mul_(self.reading[:, None, :, -1:])
-        dS.view(N, K, R * V).baddbmm_(kq.mT, raw)
+        dS.view(N, K, R * V).baddbmm_(self.kq.mT, raw)
         return Gradients(dkq, dg, dS)
 
 
@@ -240,7 +259,7 @@ class _ChannelDecay:
 
     def read(self) -> torch.Tensor:
         """As `ScalarDecay.read`."""
-        return self.X
+        return self.X.flatten(1, 2)
 
 
 class ReferencedDecay(_ChannelDecay):
@@ -251,15 +270,16 @@ class ReferencedDecay(_ChannelDecay):
     `LevelDecay` does without.
 
     Args:
-        kq: `[N, 2, C, K]`, as for `ScalarDecay`.
+        kq: `[N, 2, C, K]`, k and the scaled q of N = batch * H heads.
         g: `[N, R, C, K]`, binary log decays.
         workspace: where results of its methods lie until the next chunk.
+        b: `[N, R, C, K]`, the erase gate, or None for 1.
 
     States are `[N*R, K, V]`.
     """
 
-    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
-        self.take = workspace.take
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace, b: torch.Tensor | None = None) -> None:
+        self.k, self.b, self.take = kq[:, None, 0], b, workspace.take
         N, R, C, K = self.shape = g.shape
         self.from_middle = workspace.constant("from middle", C, _from_middle)
         x = torch.bmm(
@@ -270,8 +290,10 @@ class ReferencedDecay(_ChannelDecay):
         self.to_middle = exp2_(x[:, :, C].clone()).view(N * R, K, 1)
         self.to_end = self.up[:, :, -1].reshape(N * R, K, 1)
         rows = torch.mul(kq[:, None], self.up[:, :, None], out=self.take("rows", N, R, 2, C, K))
+        if b is not None:
+            rows[:, :, 0].mul_(b)
         self.rows = rows.view(N * R, 2 * C, K)
-        self.cols = torch.mul(kq[:, None, 0], self.down, out=self.take("cols", N, R, C, K)).view(N * R, C, K)
+        self.cols = torch.mul(self.k, self.down, out=self.take("cols", N, R, C, K)).view(N * R, C, K)
 
     def attend_(self, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `ScalarDecay.attend_`."""
@@ -295,8 +317,7 @@ class ReferencedDecay(_ChannelDecay):
     ) -> Gradients:
         """As `ScalarDecay.backward_`."""
         N, R, C, K = self.shape
-        dG = torch.cat((dA, dP), dim=1)
-        dX = dX.reshape(N * R, 2 * C, -1)
+        dG = torch.cat((dA, dP.tril_()), dim=1)
         dS.mul_(self.to_end)
         from_write = torch.bmm(u, dS.mT, out=self.take("u dS", N * R, C, K))
         product = self.take("dS S", *S.shape)
@@ -311,9 +332,14 @@ class ReferencedDecay(_ChannelDecay):
         dx = torch.cat((dx, torch.mul(dS, S, out=product).sum(-1)[:, None]), dim=1)
         dg = torch.matmul(self.from_middle.mT, dx).view(N, R, C, K)
 
-        dkq = drows.view(N, R, 2, C, K).mul_(self.up[:, :, None]).sum(1)
+        per_head = drows.view(N, R, 2, C, K).mul_(self.up[:, :, None])
+        db = None
+        if self.b is not None:
+            db = per_head[:, :, 0] * self.k
+            per_head[:, :, 0].mul_(self.b)
+        dkq = per_head.sum(1)
         dkq[:, 0] += (dcols.view(N, R, C, K) * self.down).sum(1)
-        return Gradients(dkq, dg, dS.mul_(self.to_middle))
+        return Gradients(dkq, dg, dS.mul_(self.to_middle), db)
 
 
 class LevelDecay(_ChannelDecay):
@@ -325,16 +351,11 @@ class LevelDecay(_ChannelDecay):
     strong the decays are. Sums from one square to the next larger ones are built by adding, never by subtracting, so
     that they are as exact as a short sum of the decays themselves.
 
-    Args:
-        kq: `[N, 2, C, K]`, as for `ScalarDecay`.
-        g: `[N, R, C, K]`, binary log decays.
-        workspace: where results of its methods lie until the next chunk.
-
-    States are `[N*R, K, V]`.
+    The arguments are those of `ReferencedDecay`. States are `[N*R, K, V]`.
     """
 
-    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace) -> None:
-        self.take = workspace.take
+    def __init__(self, kq: torch.Tensor, g: torch.Tensor, workspace: Workspace, b: torch.Tensor | None = None) -> None:
+        self.b, self.take = b, workspace.take
         N, R, C, K = g.shape
         self.shape = (N, R, C, K)
         padded = (1 << (C - 1).bit_length()) - C
@@ -347,6 +368,10 @@ class LevelDecay(_ChannelDecay):
             self.kq[..., C:, :] = 0
             after[:, :, C:] = 0
         self.kq = self.kq.view(N * R, 2, self.size, K)
+        self.k = self.kq[:, 0]
+        if b is not None:
+            self.k = self.take("padded k", N * R, self.size, K).copy_(self.k)
+            self.kq[:, 0, :C].mul_(b.flatten(0, 1))
         after = after.view(N * R, self.size, K)
         before = self.take("before", N * R, self.size, K).zero_()
         self.levels = []
@@ -363,7 +388,7 @@ class LevelDecay(_ChannelDecay):
         self.total = self.reading[:, C - 1, :, None]
         rows = torch.mul(self.kq, self.reading[:, None], out=self.take("rows", N * R, 2, self.size, K))
         self.rows = rows.view(N * R, 2 * self.size, K)
-        self.cols = torch.mul(self.kq[:, 0], self.writing, out=self.take("cols", N * R, self.size, K))
+        self.cols = torch.mul(self.k, self.writing, out=self.take("cols", N * R, self.size, K))
 
     def _square(self, after: torch.Tensor, before: torch.Tensor, width: int) -> "_Square":
         """The factors of all squares of one width, from the log decays since and until their corner."""
@@ -375,7 +400,8 @@ class LevelDecay(_ChannelDecay):
         kq = self.kq.view(M, 2, n, 2, width, K)
         rows = self.take(f"rows{width}", M, n, 2, width, K)
         torch.mul(kq[:, :, :, 1].transpose(1, 2), up[:, :, None], out=rows)
-        cols = torch.mul(kq[:, 0, :, 0], down, out=self.take(f"cols{width}", M, n, width, K))
+        k = self.k.view(M, n, 2, width, K)
+        cols = torch.mul(k[:, :, 0], down, out=self.take(f"cols{width}", M, n, width, K))
         return _Square(up, down, rows.view(M * n, 2 * width, K), cols.view(M * n, width, K))
 
     def _squares_of(self, AP: torch.Tensor, width: int) -> torch.Tensor:
@@ -389,7 +415,7 @@ class LevelDecay(_ChannelDecay):
         N, R, C, _ = self.shape
         M = N * R
         AP = self.take("AP", M, 2, self.size, self.size).zero_()
-        own = torch.mul(self.kq[:, 0], self.kq[:, 1], out=self.take("own", M, self.size, self.kq.shape[-1]))
+        own = torch.mul(self.k, self.kq[:, 1], out=self.take("own", M, self.size, self.kq.shape[-1]))
         AP[:, 1].diagonal(dim1=-2, dim2=-1).copy_(own.sum(-1))
         width = 1
         for level in self.levels:
@@ -414,8 +440,8 @@ class LevelDecay(_ChannelDecay):
         """As `ScalarDecay.backward_`."""
         N, R, C, K = self.shape
         M, padded = N * R, self.size - C
-        dX = F.pad(dX, (0, 0, 0, padded)).reshape(M, 2 * self.size, -1)
-        dAP = F.pad(torch.stack((dA, dP), dim=1), (0, padded, 0, padded))
+        dX = F.pad(dX.unflatten(1, (2, C)), (0, 0, 0, padded)).reshape(M, 2 * self.size, -1)
+        dAP = F.pad(torch.stack((dA, dP.tril_()), dim=1), (0, padded, 0, padded))
 
         drows = torch.bmm(dX, S.mT)
         dcols = torch.bmm(F.pad(u, (0, 0, 0, padded)), dS.mT)
@@ -423,10 +449,11 @@ class LevelDecay(_ChannelDecay):
         d_after[:, C - 1] += self.total[..., 0] * (S * dS).sum(-1)
         d_before = dcols * self.cols
         dkq = drows.view(M, 2, -1, K) * self.reading[:, None]
-        dkq[:, 0] += dcols.mul_(self.writing)
+        dk = dkq[:, 0] if self.b is None else torch.zeros_like(self.k)
+        dk += dcols.mul_(self.writing)
         diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]
-        dkq[:, 0, :C] += diagonal * self.kq[:, 1, :C]
-        dkq[:, 1, :C] += diagonal * self.kq[:, 0, :C]
+        dk[:, :C] += diagonal * self.kq[:, 1, :C]
+        dkq[:, 1, :C] += diagonal * self.k[:, :C]
 
         width = self.size // 2
         for level in reversed(self.levels):
@@ -441,12 +468,16 @@ class LevelDecay(_ChannelDecay):
             after_[:, :, 1] += (drows * level.rows).view(M, -1, 2, width, K).sum(2)
             before_[:, :, 0] += (dcols * level.cols).view(M, -1, width, K)
             kq_[:, :, :, 1] += (drows.view(M, -1, 2, width, K) * level.up[:, :, None]).transpose(1, 2)
-            kq_[:, 0, :, 0] += dcols.view(M, -1, width, K) * level.down
+            dk.view(halves)[:, :, 0] += dcols.view(M, -1, width, K) * level.down
             width //= 2
 
         dS.mul_(self.total).baddbmm_(self.rows.mT, dX)
+        db = None
+        if self.b is not None:
+            db = (dkq[:, 0] * self.k)[:, :C].reshape(N, R, C, K)
+            dkq[:, 0, :C].mul_(self.b.flatten(0, 1)).add_(dk[:, :C])
         dkq = dkq[:, :, :C].reshape(N, R, 2, C, K).sum(1)
-        return Gradients(dkq, d_after[:, :C].reshape(N, R, C, K), dS)
+        return Gradients(dkq, d_after[:, :C].reshape(N, R, C, K), dS, db)
 
 
 class _Square(NamedTuple):

@@ -45,6 +45,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     dtype = working_dtype(tensors.q)
     HV = S.shape[1]
     H = tensors.q.shape[2]
+    v = tensors.v[:, 0]
     kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(dtype)  # [n, H, 2, K]
     if options.qk_l2norm:
         kq = kq * torch.linalg.vecdot(kq, kq).add_(L2NORM_EPS).rsqrt_()[..., None]
@@ -54,6 +55,11 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     if options.beta_sigmoid:
         beta = torch.sigmoid(beta).mul_(options.beta_scale)
     beta = beta if beta.ndim == 3 else beta[..., None]
+    k, q = kq.unbind(2)
+    if tensors.b is not None:
+        kq = torch.stack((k * tensors.b[:, 0], q), dim=2)
+    if tensors.w is not None:
+        v = v.to(dtype) * tensors.w[:, 0]
 
     S = S.to(dtype)
     if tensors.g is None:
@@ -70,8 +76,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
         else:
             decay = decay[..., None, None]
             X = torch.matmul(kq, S).mul_(decay)
-    k, q = kq.unbind(2)
-    u = torch.sub(tensors.v[:, 0], X[:, :, 0]).mul_(beta)
+    u = torch.sub(v, X[:, :, 0]).mul_(beta)
     if final is not None:
         final = final.copy_(S) if decay is None else torch.mul(S, decay, out=final)
         final.addcmul_(k[..., None], u[:, :, None])

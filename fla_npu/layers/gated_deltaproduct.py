@@ -1,0 +1,157 @@
+"""The Gated DeltaProduct layer."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias, without_weight_decay
+from fla_npu.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
+from fla_npu.ops.gated_delta_product import chunk_gated_delta_product
+from fla_npu.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+from fla_npu.ops.gated_delta_rule.gate import fused_gdn_gate
+
+
+class GatedDeltaProduct(DeltaLayer):
+    """Gated DeltaProduct, https://arxiv.org/abs/2502.10297: Gated DeltaNet with several updates of the state per token,
+    each with a key, a value and a beta of its own.
+
+    Args:
+        hidden_size: of input and output.
+        expand_v: value head size over `head_dim`.
+        head_dim: K.
+        num_heads: H.
+        num_v_heads: HV, a multiple of H; H when None.
+        mode: op for long inputs in inference, `"chunk"` or `"fused_recurrent"`; training needs `"chunk"`.
+        use_output_gate: gate the normalised output.
+        use_short_conv: convolve q, k and v over time; otherwise they only get the silu.
+        conv_size, conv_bias: of the convolutions.
+        layer_idx: of the layer's states in a cache.
+        norm_eps: of the output norm.
+        use_forget_gate: decay the state, once per token.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+        num_householder: updates per token.
+        **kwargs: ignored, as in FLA.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+        ShapeError: unknown mode.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_output_gate: bool = True,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        use_forget_gate: bool = True,
+        allow_neg_eigval: bool = True,
+        num_householder: int = 2,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            hidden_size=hidden_size,
+            expand_v=expand_v,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            mode=mode,
+            use_short_conv=use_short_conv,
+            allow_neg_eigval=allow_neg_eigval,
+            conv_size=conv_size,
+            conv_bias=conv_bias,
+            layer_idx=layer_idx,
+        )
+        if num_householder < 1:
+            raise ValueError(f"num_householder must be at least 1, got {num_householder}")
+        self.use_output_gate = use_output_gate
+        self.use_forget_gate = use_forget_gate
+        self.num_householder = num_householder
+        sizes = self.key_dim, self.key_dim * num_householder, self.value_dim * num_householder
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, size, bias=False) for size in sizes)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads * num_householder, bias=False)
+        if use_forget_gate:
+            self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+            self.A_log = without_weight_decay(log_uniform_rates(self.num_v_heads, low=0))
+            self.dt_bias = without_weight_decay(time_step_bias(self.num_v_heads))
+        if use_short_conv:
+            self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+                ShortConvolution(size, conv_size, bias=conv_bias) for size in sizes
+            )
+        else:
+            warnings.warn(
+                "use_short_conv=False: ShortConvolution is crucial to the performance, "
+                "do not turn it off unless you know what you are doing",
+                stacklevel=2,
+            )
+        self.o_norm: FusedRMSNormGated | RMSNorm
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    def attend(
+        self, mode: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden_states: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        beta = self.b_proj(hidden_states).sigmoid()
+        beta = 2 * beta if self.allow_neg_eigval else beta
+        k, v, beta = (x.unflatten(2, (self.num_householder, -1)).flatten(1, 2) for x in (k, v, beta))
+        g = fused_gdn_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias) if self.use_forget_gate else None
+        if mode == "chunk":
+            return chunk_gated_delta_product(
+                q=q,
+                k=k,
+                v=v,
+                g=g,
+                beta=beta,
+                num_householder=self.num_householder,
+                use_qk_l2norm_in_kernel=True,
+                **options,
+            )
+        return self._token_by_token(q, k, v, g, beta, **options)
+
+    def _token_by_token(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        beta: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The recurrent op, to which every update is a token: the first of them decays, the last one reads."""
+        n = self.num_householder
+        rows = q.new_zeros(*k.shape[:2], *q.shape[2:])
+        rows[:, n - 1 :: n] = q
+        decays = None
+        if g is not None:
+            decays = g.new_zeros(beta.shape)
+            decays[:, ::n] = g
+        o, state = fused_recurrent_gated_delta_rule(
+            q=rows,
+            k=k,
+            v=v,
+            g=decays,
+            beta=beta,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens * n,
+            **options,
+        )
+        return o[:, n - 1 :: n], state
+
+    def gated_norm(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not self.use_output_gate:
+            return self.o_norm(o)
+        return self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)))
