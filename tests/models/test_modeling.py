@@ -1,0 +1,283 @@
+"""The models: names, one pass against pieces, tokens, padding and packing, training, saving and compiling."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForCausalLM
+
+from fla_npu.models import GatedDeltaNetModel, KDAForCausalLM, KDAModel
+from fla_npu.models.modeling_utils import CACHE
+from fla_npu.models.utils import Cache
+from tests.models.tiny import KINDS, VOCABULARY, close, config, make, tokens
+
+BLOCK = {"attn_norm.weight": (32,), "mlp_norm.weight": (32,)} | {
+    f"mlp.{name}_proj.weight": shape for name, shape in (("gate", (48, 32)), ("up", (48, 32)), ("down", (32, 48)))
+}
+SHARED = {
+    "q_proj.weight": (16, 32),
+    "k_proj.weight": (16, 32),
+    "b_proj.weight": (4, 32),
+    "q_conv1d.weight": (16, 1, 4),
+    "k_conv1d.weight": (16, 1, 4),
+    "A_log": (4,),
+}
+# FLA's names and shapes for the sizes of `tiny.py`.
+MIXERS = {
+    "gdn": SHARED
+    | {
+        "dt_bias": (4,),
+        "a_proj.weight": (4, 32),
+        "v_proj.weight": (64, 32),
+        "v_conv1d.weight": (64, 1, 4),
+        "g_proj.weight": (64, 32),
+        "o_norm.weight": (16,),
+        "o_proj.weight": (32, 64),
+    },
+    "kda": SHARED
+    | {
+        "dt_bias": (32,),
+        "v_proj.weight": (32, 32),
+        "v_conv1d.weight": (32, 1, 4),
+        "f_proj.0.weight": (8, 32),
+        "f_proj.1.weight": (32, 8),
+        "g_proj.0.weight": (8, 32),
+        "g_proj.1.weight": (32, 8),
+        "g_proj.1.bias": (32,),
+        "o_norm.weight": (8,),
+        "o_proj.weight": (32, 32),
+    },
+    "attention": {f"{x}_proj.weight": (16 if x in "kv" else 32, 32) for x in "qkvo"},
+}
+RESIDUALS = {
+    f"{part}_res_{name}.weight": shape
+    for part in ("attn", "mlp")
+    for name, shape in (("proj", (1, 32)), ("norm", (32,)))
+}
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "kda hybrid", "kda residuals"])
+def test_names_and_shapes(kind):
+    family = kind.split()[0]
+    expected = {
+        "model.embeddings.weight": (VOCABULARY, 32),
+        "model.norm.weight": (32,),
+        "lm_head.weight": (VOCABULARY, 32),
+    }
+    for i in range(3):
+        mixer = MIXERS["attention" if kind.endswith("hybrid") and i == 1 else family]
+        block = BLOCK | {f"attn.{name}": shape for name, shape in mixer.items()}
+        block |= RESIDUALS if kind.endswith("residuals") else {}
+        expected |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
+    if kind.endswith("residuals"):
+        expected |= {"model.res_proj.weight": (1, 32), "model.res_norm.weight": (32,)}
+    assert {name: tuple(x.shape) for name, x in make(kind).state_dict().items()} == expected
+
+
+def test_initial_weights():
+    gdn, kda, safe = (
+        make(kind, num_heads=8, num_v_heads=8).model.layers[0].attn for kind in ("gdn", "kda", "kda hybrid")
+    )
+    for layer, low in ((gdn, 0), (kda, 1)):
+        rates = layer.A_log.exp()
+        assert low <= rates.min() and rates.max() <= 16 and rates.std() > 1
+    assert (safe.A_log == 0).all()
+    for layer in (gdn, kda):
+        dt = F.softplus(layer.dt_bias)
+        assert dt.min() > 9e-4 and dt.max() < 0.11 and layer.A_log._no_weight_decay
+    assert 0.15 < gdn.q_proj.weight.std() < 0.25 and (gdn.o_norm.weight == 1).all()
+    residuals = make("kda residuals").model
+    assert (residuals.res_proj.weight == 0).all() and (residuals.layers[1].mlp_res_proj.weight == 0).all()
+
+
+def test_residuals_start_as_their_mean_and_depend_on_queries():
+    model = make("kda residuals")
+    x = tokens()
+    with torch.no_grad():
+        out = model.model(x, output_hidden_states=True)
+        before = out.last_hidden_state
+        model.model.layers[2].mlp_res_proj.weight.normal_()
+        assert not torch.allclose(model.model(x).last_hidden_state, before)
+    # Four sub-layer blocks of two, whose sums and the embeddings are what the last mixture is taken of.
+    mixture = F.rms_norm(before, (32,), eps=1e-6)
+    close(before / model.model.norm.weight, mixture, 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_tokens_and_one_pass_agree(kind):
+    model, x = make(kind), tokens()
+    with torch.no_grad():
+        full = model(x, use_cache=False).logits
+        for sizes in ([12, 11], [1] * 23, [9, 1, 1, 5, 7]):
+            cache, parts = Cache(), []
+            for piece in x.split(sizes, dim=1):
+                out = model(piece, past_key_values=cache, use_cache=True)
+                assert out[CACHE] is cache
+                parts.append(out.logits)
+            close(torch.cat(parts, 1), full)
+            assert cache.get_seq_length() == 23 and len(cache) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_does_not_count(kind):
+    """Left, right and both; in one pass and, where the padding is on the left, continued from a cache."""
+    model, x = make(kind), tokens(3, 20)
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[0, :6], mask[1, 15:], mask[2, :3], mask[2, 18:] = 0, 0, 0, 0
+    rows = [x[i : i + 1, mask[i].bool()] for i in range(3)]
+    with torch.no_grad():
+        alone = [model(row).logits[0] for row in rows]
+        together = model(x, attention_mask=mask).logits
+        for i in range(3):
+            close(together[i, mask[i].bool()], alone[i])
+        left = mask.clone()
+        left[1] = left[2] = 1
+        alone = [model(x[i : i + 1, left[i].bool()]).logits[0] for i in range(3)]
+        cache, parts = Cache(), []
+        for start, end in ((0, 4), (4, 13), (13, 14), (14, 20)):
+            out = model(x[:, start:end], attention_mask=left[:, :end], past_key_values=cache, use_cache=True)
+            parts.append(out.logits)
+        for i in range(3):
+            close(torch.cat(parts, 1)[i, left[i].bool()], alone[i])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_are_separate(kind):
+    model, x = make(kind), tokens(1, 30)
+    bounds = [0, 7, 7, 8, 30]
+    with torch.no_grad():
+        packed = model(x, cu_seqlens=torch.tensor(bounds)).logits
+        for start, end in pairwise(bounds):
+            if start < end:
+                close(packed[:, start:end], model(x[:, start:end]).logits)
+
+
+def test_what_forward_takes_and_returns():
+    model, x = make("gdn hybrid"), tokens()
+    with torch.no_grad():
+        out = model(x, output_hidden_states=True)
+        assert isinstance(out[CACHE], Cache) and len(out.hidden_states) == 4
+        close(model.lm_head(out.hidden_states[-1]), out.logits)
+        close(model(inputs_embeds=model.get_input_embeddings()(x)).logits, out.logits)
+        for kept in (5, torch.arange(18, 23)):
+            close(model(x, logits_to_keep=kept).logits, out.logits[:, -5:])
+        close(model(x, num_logits_to_keep=1).logits, out.logits[:, -1:])
+        assert model(x, logits_to_keep=None).logits.shape == out.logits.shape
+        logits, cache = model(x, return_dict=False)
+        assert torch.equal(logits, out.logits) and isinstance(cache, Cache)
+        close(model(x[:, 12:], cache=model(x[:, :12])[CACHE]).logits, out.logits[:, 12:])
+        assert CACHE not in model(x, use_cache=False)
+        state = model(x[:, :12])[CACHE].to_legacy_cache()
+        close(model(x[:, 12:], past_key_values=Cache.from_legacy_cache(state, 12)).logits, out.logits[:, 12:])
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="one of cache and past_key_values"):
+        model(x, cache=Cache(), past_key_values=Cache())
+    with pytest.raises(TypeError, match="Expected an FLA cache"):
+        model(x, past_key_values=object())
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+@pytest.mark.parametrize("l2warp", [False, True])
+def test_losses_and_gradients_agree(kind, l2warp):
+    """Plain, with the fused cross entropy, and with head and loss fused: one loss, one gradient."""
+    x = tokens()
+    labels = torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.2, -100, x)
+    choices = [{"fuse_cross_entropy": False}, {"fuse_cross_entropy": True}]
+    if kind == "gdn":
+        choices.append({"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True})
+    results = []
+    for choice in choices:
+        with pytest.warns(UserWarning) if len(choice) > 1 else torch.no_grad():
+            model = make(kind, use_l2warp=l2warp, **choice).train()
+        out = model(x, labels=labels)
+        out.loss.backward()
+        results.append((out, {name: p.grad for name, p in model.named_parameters()}))
+        whole = model(x, labels=labels, num_items_in_batch=torch.tensor(7))
+        torch.testing.assert_close(whole.loss * 7, out.loss * (labels[:, 1:] != -100).sum())
+    (out, gradients), *others = results
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    for other, other_gradients in others:
+        torch.testing.assert_close(other.loss, out.loss)
+        for name, gradient in gradients.items():
+            close(other_gradients[name], gradient, 1e-4)
+    assert results[-1][0].logits is None
+    if kind == "kda":
+        assert make(kind)(x, labels=labels).logits is not None
+
+
+def test_own_criterion():
+    model, x = make("gdn"), tokens()
+    model.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    expected = F.cross_entropy(model(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(model(x, labels=x).loss, expected)
+    torch.testing.assert_close(model(x, labels=x, num_items_in_batch=4).loss, expected * x[:, 1:].numel() / 4)
+    assert model.criterion.reduction == "mean"
+
+
+@pytest.mark.parametrize("kind", ["gdn window", "kda hybrid", "kda residuals"])
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+def test_gradient_checkpointing(kind):
+    x = tokens()
+    gradients, runs = [], []
+    for checkpointing in (False, True):
+        model = make(kind).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, run=checkpointing: runs.append(run))
+        out = model(x, labels=x, use_cache=checkpointing)
+        assert CACHE not in out
+        out.loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert runs == [False, True, True]
+    for name, gradient in gradients[0].items():
+        # The first layer has one residual, whose query nothing depends on.
+        assert gradient is None or torch.equal(gradients[1][name], gradient), name
+
+
+@pytest.mark.parametrize("kind", ["gdn hybrid", "kda residuals"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_and_load(kind, tied, tmp_path):
+    model, x = make(kind, tie_word_embeddings=tied), tokens()
+    model.save_pretrained(tmp_path)
+    assert (model.lm_head.weight is model.model.embeddings.weight) == tied
+    with torch.no_grad():
+        expected = model(x).logits
+        for loader in (type(model), AutoModelForCausalLM):
+            loaded = loader.from_pretrained(tmp_path).eval()
+            assert type(loaded) is type(model) and torch.equal(loaded(x).logits, expected)
+            assert (loaded.lm_head.weight is loaded.model.embeddings.weight) == tied
+        base = AutoModel.from_pretrained(tmp_path).eval()
+        assert torch.equal(base(x).last_hidden_state, model.model(x).last_hidden_state)
+        half = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+        # Three layers of bf16 weights and activations, 2^-8 each.
+        close(half(x).logits, expected, 0.1)
+
+
+def test_missing_weights_get_initial_ones(tmp_path):
+    model = make("kda")
+    state = {name: x for name, x in model.state_dict().items() if "layers.1.attn" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded = KDAForCausalLM.from_pretrained(tmp_path)
+    for name, x in loaded.state_dict().items():
+        assert x.isfinite().all()
+        assert torch.equal(x, model.state_dict()[name]) or "layers.1.attn" in name, name
+    rates = loaded.model.layers[1].attn.A_log.exp()
+    assert rates.min() >= 1 and rates.max() <= 16
+    assert F.softplus(loaded.model.layers[1].attn.dt_bias).min() > 1e-4
+
+
+def test_compiled():
+    """Captured by `torch.compile` and run as captured; how the graph is turned to code is not ours."""
+    model, x = make("gdn hybrid", num_hidden_layers=2), tokens()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        close(compiled(x, use_cache=False).logits, model(x, use_cache=False).logits)
+
+
+def test_auto_classes_know_the_families():
+    assert type(AutoModel.from_config(config("gdn"))) is GatedDeltaNetModel
+    assert type(AutoModel.from_config(config("kda"))) is KDAModel
+    assert type(AutoModelForCausalLM.from_config(config("kda"))) is KDAForCausalLM
