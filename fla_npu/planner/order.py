@@ -26,6 +26,7 @@ from fla_npu.planner.dataflow import (
     Graph,
     Operator,
     Space,
+    Tensor,
     leaves,
     placed,
     rewritten,
@@ -65,12 +66,18 @@ class Ordered:
     """Places of each input and output."""
     spilled: tuple[str, ...] = ()
     """Tensors that wait in global memory between two uses."""
+    spill_bytes: int = 0
+    """Bytes that they move to and from global memory, per chunk."""
 
 
 def capacities(chip: Chip) -> Mapping[Space, int]:
-    """Bytes of the memories of one core of a chip; a size that is not known is left out and limits nothing."""
-    sizes = {"UB": chip.ub_bytes, "L1": chip.l1_bytes, "L0C": chip.l0c_bytes}
-    return {space: size for space in SPACES if (size := sizes[space]) is not None}
+    """Bytes of the memories of one core of a chip; a size that is not known is left out and limits nothing.
+
+    Two vector cores share the work by rows, so their UBs count together.
+    """
+    ub = chip.ub_bytes * (chip.vector_cores // chip.aicores)
+    sizes: Mapping[Space, int | None] = {"UB": ub, "L1": chip.l1_bytes, "L0C": chip.l0c_bytes}
+    return {space: size for space, size in sizes.items() if size is not None}
 
 
 class _Model:
@@ -459,8 +466,8 @@ def best(graph: Graph, chip: Chip, buffers: int = 2) -> Ordered:
     return _ordered(graph, found.order, buffers)
 
 
-def _ordered(graph: Graph, order: Sequence[str], buffers: int, spilled: Sequence[str] = ()) -> Ordered:
-    return Ordered(graph, tuple(order), peaks(graph, order, buffers), buffers, tuple(spilled))
+def _ordered(graph: Graph, order: Sequence[str], buffers: int) -> Ordered:
+    return Ordered(graph, tuple(order), peaks(graph, order, buffers), buffers)
 
 
 class _Found(NamedTuple):
@@ -623,7 +630,7 @@ def fit(graph: Graph, chip: Chip, order: Sequence[str] | None = None, buffers: i
                 return found
     found = found and _spilled(found, chip)
     if found is None:
-        raise ValueError(_does_not_fit(graph, chip, 1 if buffers is None else buffers))
+        raise ValueError(_does_not_fit(graph, chip, order, 1 if buffers is None else buffers))
     return found
 
 
@@ -643,63 +650,97 @@ def _lacking(model: _Model, chip: Chip) -> tuple[Space, int] | None:
 
 
 class _Gap(NamedTuple):
-    """Steps between two uses of a tensor, in which it may be elsewhere."""
+    """Steps between two uses of a tensor, in which it may be in global memory instead of UB."""
 
     tensor: str
     after: int
     until: int
+    operand: bool
+    """Whether it is only brought to the matrix unit from then on: straight from global memory, as an operand."""
 
 
 def _gaps(ordered: Ordered) -> list[_Gap]:
-    """All gaps of tensors in UB."""
+    """All gaps of tensors in UB; of the old state, only that after the new one takes its place."""
     graph, at = ordered.graph, {name: step for step, name in enumerate(ordered.order)}
     model = _Model(graph, ordered.buffers)
-    found = []
-    for name in model.counted:
-        if graph.tensors[name].space == "UB":
-            uses = sorted({at[name], *(at[one.name] for one in graph.readers[name])})
-            found += [_Gap(name, *pair) for pair in pairwise(uses) if pair[1] - pair[0] > 1]
+    state, new = graph.state
+    found: list[_Gap] = []
+    for name in (*model.counted, state):
+        if name not in graph.tensors or graph.tensors[name].space != "UB":
+            continue
+        readers = graph.readers[name]
+        steps = {at[one.name] for one in readers}
+        others = [at[one.name] for one in readers if graph.tensors[one.output].space != "L1"]
+        for after, until in pairwise(sorted(steps | ({at[name]} if name in at else set()))):
+            operand = until > max(others, default=-1)
+            wanted = operand and after == at.get(new) if name == state else until - after > 1
+            if wanted and not (found and found[-1].tensor == name and found[-1].operand):
+                found.append(_Gap(name, after, until, operand))
     return found
 
 
-def _source(graph: Graph, name: str) -> str | None:
+def _input_of(graph: Graph, name: str) -> str | None:
     """The input in global memory that a tensor is a copy of, so that it need not be stored."""
-    one = graph.producer[name]
-    source = one.inputs[0]
-    return source if one.unit == "move" and graph.tensors[source].role == "input" else None
+    one = graph.producer.get(name)
+    if one is None or one.unit != "move" or graph.tensors[one.inputs[0]].role != "input":
+        return None
+    return one.inputs[0]
+
+
+def _stores(graph: Graph, gaps: Collection[_Gap]) -> dict[str, Tensor]:
+    """What waits in global memory, by the tensor in UB."""
+    found = {}
+    for gap in gaps:
+        if (source := _input_of(graph, gap.tensor)) is not None:
+            found[gap.tensor] = graph.tensors[source]
+            continue
+        tensor = graph.tensors[gap.tensor]
+        whole = any(other.tensor == gap.tensor and not other.operand for other in gaps)
+        dtype = tensor.dtype if whole else graph.shape.dtype
+        found[gap.tensor] = Tensor(f"{gap.tensor}@GM", tensor.shape, dtype, space="GM")
+    return found
 
 
 def _spill_bytes(graph: Graph, gaps: Collection[_Gap]) -> int:
     """Traffic with global memory: a tensor is stored once and loaded after each of its gaps."""
-    stored = {gap.tensor for gap in gaps if _source(graph, gap.tensor) is None}
-    return sum(graph.tensors[name].bytes for name in [*stored, *(gap.tensor for gap in gaps)])
+    stores = _stores(graph, gaps)
+    stored = sum(store.bytes for name, store in stores.items() if _input_of(graph, name) is None)
+    return stored + sum(stores[gap.tensor].bytes for gap in gaps)
 
 
 def _with_gaps(ordered: Ordered, gaps: Collection[_Gap]) -> tuple[Ordered, list[float]]:
     """The order with moves around the gaps, and where its steps stand among the old ones."""
-    graph = ordered.graph
-    tensors, steps = dict(graph.tensors), []
-    now: dict[str, str] = {}
-    for step, name in enumerate(ordered.order):
+    graph, order, stores = ordered.graph, ordered.order, _stores(ordered.graph, gaps)
+    tensors = dict(graph.tensors)
+    steps: list[tuple[float, Operator]] = []
+
+    def move(at: float, source: str, made: Tensor) -> None:
+        tensors[made.name] = made
+        steps.append((at, Operator(made.name, ("move", source), graph.producer[order[round(at)]].phase, "move")))
+
+    for name, store in stores.items():
+        if _input_of(graph, name) is None:
+            first = min(gap.after for gap in gaps if gap.tensor == name)
+            # Before the last reader, which may write over it.
+            move(first + 0.25 if order[first] == name else first - 0.25, name, store)
+    for gap in gaps:
+        if not gap.operand:
+            back = replace(graph.tensors[gap.tensor], name=f"{gap.tensor}~{gap.until}")
+            move(gap.until - 0.5, stores[gap.tensor].name, back)
+    for step, name in enumerate(order):
         one = graph.producer[name]
-        for gap in gaps:
-            if gap.until == step:
-                source = _source(graph, gap.tensor) or f"{gap.tensor}@GM"
-                now[gap.tensor] = back = f"{gap.tensor}~{step}"
-                tensors[back] = replace(graph.tensors[gap.tensor], name=back)
-                steps.append((step - 0.5, Operator(back, ("move", source), one.phase, "move")))
-        changed = replace(one, expr=substituted(one.expr, now), in_place=now.get(one.in_place or "", one.in_place))
-        steps.append((step, changed))
-        for gap in gaps:
-            store = f"{gap.tensor}@GM"
-            if gap.after == step and _source(graph, gap.tensor) is None and store not in tensors:
-                tensors[store] = replace(graph.tensors[gap.tensor], name=store, space="GM")
-                steps.append((step + 0.25, Operator(store, ("move", gap.tensor), one.phase, "move")))
-    changed_graph = verify(replace(graph, tensors=tensors, operators=tuple(one for _, one in steps)))
-    spilled = dict.fromkeys(gap.tensor for gap in gaps)
-    return _ordered(changed_graph, semantic_order(changed_graph), ordered.buffers, tuple(spilled)), [
-        at for at, _ in steps
-    ]
+        now = {
+            gap.tensor: stores[gap.tensor].name if gap.operand else f"{gap.tensor}~{gap.until}"
+            for gap in sorted(gaps)
+            if gap.until <= step
+        }
+        in_place = now.get(one.in_place, one.in_place) if one.in_place else None
+        steps.append((step, replace(one, expr=substituted(one.expr, now), in_place=in_place)))
+    steps.sort(key=lambda one: one[0])
+    moved = verify(replace(graph, tensors=tensors, operators=tuple(one for _, one in steps)))
+    spilled = tuple(dict.fromkeys(gap.tensor for gap in gaps))
+    plain = _ordered(moved, semantic_order(moved), ordered.buffers)
+    return replace(plain, spilled=spilled, spill_bytes=_spill_bytes(graph, gaps)), [at for at, _ in steps]
 
 
 def _spilled(ordered: Ordered, chip: Chip) -> Ordered | None:
@@ -711,6 +752,7 @@ def _spilled(ordered: Ordered, chip: Chip) -> Ordered | None:
     # More spills never make a step fuller, so all of them together tell whether any do.
     if not _fits(_with_gaps(ordered, gaps)[0].peaks, chip):
         return None
+    state = ordered.graph.state[0]
     heap: list[tuple[int, tuple[_Gap, ...]]] = [(0, ())]
     seen = set()
     while heap:
@@ -724,18 +766,19 @@ def _spilled(ordered: Ordered, chip: Chip) -> Ordered | None:
         alive = occupancy(found.graph, found.order, found.buffers)["UB"]
         full = next(at for at, size in zip(stands, alive, strict=True) if size > sizes["UB"])
         for gap in gaps:
-            if gap not in used and gap.after < full < gap.until:
+            # The old state's second place is taken during all steps.
+            if gap not in used and (gap.tensor == state or gap.after < full < gap.until):
                 more = tuple(sorted((*used, gap)))
                 heappush(heap, (_spill_bytes(ordered.graph, more), more))
     raise AssertionError("all gaps together fit")
 
 
-def _does_not_fit(graph: Graph, chip: Chip, buffers: int) -> str:
+def _does_not_fit(graph: Graph, chip: Chip, order: Sequence[str] | None, buffers: int) -> str:
     """Why, and the largest tile of V or chunk that would."""
     sizes, shape = capacities(chip), graph.shape
     lacking = _lacking(_Model(graph, buffers), chip)
     if lacking is None:
-        needed = best(graph, chip, buffers).peaks
+        needed = best(graph, chip, buffers).peaks if order is None else peaks(graph, order, buffers)
         lacking = max(needed.items(), key=lambda one: one[1] / sizes.get(one[0], one[1] + 1))
     space, size = lacking
     sizes_are = f"C={shape.C}, K={shape.K}, V={shape.V}"
