@@ -41,6 +41,11 @@ SPACES: tuple[Space, ...] = ("UB", "L1", "L0C")
 Order = tuple[str, ...]
 """Names of all operators of a graph, each after what it reads."""
 
+_FIELD = 48
+"""Bits of one memory's bytes where those of all are packed into one int, UB lowest; the topmost is spare."""
+_UNLIMITED = (1 << _FIELD - 1) - 1
+_SPARE = sum(1 << _FIELD * at + _FIELD - 1 for at in range(len(SPACES)))
+
 _NOT_ELEMENTWISE = {"t", "last", "decay", "cumsum"}
 
 
@@ -80,6 +85,15 @@ def capacities(chip: Chip) -> Mapping[Space, int]:
     return {space: size for space, size in sizes.items() if size is not None}
 
 
+def _unpacked(alive: int) -> tuple[int, ...]:
+    return tuple(alive >> _FIELD * at & (1 << _FIELD) - 1 for at in range(len(SPACES)))
+
+
+def _within(alive: int, limit: int) -> bool:
+    """Whether packed bytes exceed a limit in no memory."""
+    return (limit | _SPARE) - alive & _SPARE == _SPARE
+
+
 class _Model:
     """A placed graph as bit masks over its operators, which are numbered as they stand."""
 
@@ -111,15 +125,15 @@ class _Model:
             if one.space in SPACES and name not in self.static
         }
         self.over = [self._may_overwrite(one) for one in graph.operators]
-        self.made: list[tuple[int, int] | None] = []
-        self.frees: list[list[tuple[int, int, int]]] = []
-        for one in graph.operators:
-            counted = one.output in self.counted
-            self.made.append((self.counted[one.output], graph.tensors[one.output].bytes) if counted else None)
-            reads = [*one.inputs, one.output]
-            self.frees.append(
-                [(self.readers[x], self.counted[x], graph.tensors[x].bytes) for x in reads if x in self.counted]
-            )
+        self.made = [self.bytes_of(one.output) for one in graph.operators]
+        self.frees = [
+            [(self.readers[name], self.bytes_of(name)) for name in (*one.inputs, one.output) if name in self.counted]
+            for one in graph.operators
+        ]
+
+    def bytes_of(self, name: str) -> int:
+        """Packed bytes of a tensor, 0 if it has a static place or is in global memory."""
+        return self.graph.tensors[name].bytes << _FIELD * self.counted[name] if name in self.counted else 0
 
     def _static(self, buffers: int) -> dict[str, int]:
         """Places that a tensor has for the whole chunk, the state's second one aside."""
@@ -166,59 +180,59 @@ class _Model:
         """Whether the new state, written after `done`, finds readers of the old one still to come."""
         return bool(self.readers.get(self.state, 0) & ~done & ~(1 << self.index[self.new_state]))
 
-    def reserve(self, states: int) -> tuple[int, ...]:
-        """Bytes of the static places in each memory."""
-        taken = [0] * len(SPACES)
+    def reserve(self, states: int) -> int:
+        """Packed bytes of the static places."""
+        taken = 0
         for name, places in self.static.items():
             tensor = self.graph.tensors[name]
             if tensor.space in SPACES:
-                taken[SPACES.index(tensor.space)] += tensor.bytes * (states if name == self.state else places)
-        return tuple(taken)
+                size = tensor.bytes * (states if name == self.state else places)
+                taken += size << _FIELD * SPACES.index(tensor.space)
+        return taken
 
-    def step(self, done: int, alive: tuple[int, ...], i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes during operator i and after it, given those before it."""
-        now = done | 1 << i
-        during, after = list(alive), list(alive)
-        made = self.made[i]
-        if made is not None:
-            space, size = made
-            after[space] += size
-            if not any(not readers & ~now for readers in self.over[i]):
-                during[space] += size
-        for readers, space, size in self.frees[i]:
-            if not readers & ~now:
-                after[space] -= size
-        return tuple(during), tuple(after)
+    def step(self, done: int, alive: int, i: int) -> tuple[int, int]:
+        """Packed bytes during operator i and after it, given those before it."""
+        rest = ~(done | 1 << i)
+        during = after = alive + self.made[i]
+        for readers in self.over[i]:
+            if not readers & rest:
+                during = alive
+                break
+        for readers, size in self.frees[i]:
+            if not readers & rest:
+                after -= size
+        return during, after
 
-    def least(self, start: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Bytes that each operator needs in any order: of tensors made before it and read by it or after it."""
+    def least(self, start: int) -> list[int]:
+        """Packed bytes that each operator needs in any order: of tensors made before and read by it or after it."""
         above = list(self.before)
         changed = True
         while changed:
             changed = False
             for i, mask in enumerate(above):
-                for j in range(len(above)):
-                    if mask >> j & 1:
-                        mask |= above[j]
+                for j in _ones(mask):
+                    mask |= above[j]
                 changed |= mask != above[i]
                 above[i] = mask
         found = [start]
-        for i in range(len(above)):
-            below = 1 << i | sum(1 << j for j in range(len(above)) if above[j] >> i & 1)
-            alive = list(start)
-            for name, space in self.counted.items():
-                if above[i] >> self.index[name] & 1 and self.readers[name] & below:
-                    alive[space] += self.graph.tensors[name].bytes
-            made = self.made[i]
-            if made is not None and not self.over[i]:
-                alive[made[0]] += made[1]
-            found.append(tuple(alive))
+        for i, mask in enumerate(above):
+            below = 1 << i | sum(1 << j for j, other in enumerate(above) if other >> i & 1)
+            needed = start if self.over[i] else start + self.made[i]
+            found.append(needed + sum(self.made[j] for j in _ones(mask) if self.readers[self.names[j]] & below))
         return found
 
     def ready(self, done: int) -> Iterator[int]:
+        rest = ~done
         for i, before in enumerate(self.before):
-            if not done >> i & 1 and not before & ~done:
+            if not before & rest and not done >> i & 1:
                 yield i
+
+
+def _ones(mask: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    while mask:
+        yield (mask & -mask).bit_length() - 1
+        mask &= mask - 1
 
 
 def _not_elementwise(expr: Expr) -> Iterator[str]:
@@ -268,7 +282,7 @@ def occupancy(graph: Graph, order: Sequence[str], buffers: int = 2) -> Mapping[S
     alive, done, rows = model.reserve(_states(model, numbers)), 0, []
     for i in numbers:
         during, alive = model.step(done, alive, i)
-        rows.append(during)
+        rows.append(_unpacked(during))
         done |= 1 << i
     return {space: tuple(row[at] for row in rows) for at, space in enumerate(SPACES)}
 
@@ -480,41 +494,50 @@ class _Found(NamedTuple):
     order: Order
 
 
-def _part(chip: Chip) -> Callable[[tuple[int, ...]], float]:
-    """The part of the fullest memory that so many bytes in each take."""
-    sizes = capacities(chip)
-    scale = [1 / sizes[space] if space in sizes else 0.0 for space in SPACES]
-    return lambda alive: max(size * by for size, by in zip(alive, scale, strict=True))
-
-
 def _search(model: _Model, chip: Chip, states: int, than: _Found | None = None) -> _Found | None:
     """The best order where the state has so many places; None if it is no better than another."""
     ways = [model]
     if states == 1:
         model = model.delayed(model.readers.get(model.state, 0))
         ways = [model.delayed(model.mask(_old_state_readers(model.graph))), model]
-    part, start = _part(chip), model.reserve(states)
+    start, sizes = model.reserve(states), capacities(chip)
+
+    def part(alive: int) -> float:
+        """Of the fullest memory."""
+        return max(size / sizes[space] for space, size in zip(SPACES, _unpacked(alive), strict=True) if space in sizes)
+
+    def ub_bytes(alive: int) -> int:
+        return alive & (1 << _FIELD) - 1
+
     if than is not None and max(map(part, model.least(start))) > than.part:
         return None
     # UB is the fullest memory nearly always; what it needs by itself spares most of the second search.
-    ub = int(_minimax(model, start, lambda alive: alive[0]))
-    most = _minimax(model, start, part, part((ub, 0, 0)))
-    if part((ub, 0, 0)) < most:
-        ub = int(_minimax(model, start, lambda alive: alive[0], ub, lambda alive: part(alive) <= most))
-    orders = [_cheapest(way, start, lambda alive: alive[0] <= ub and part(alive) <= most) for way in ways]
+    ub = int(_minimax(model, start, ub_bytes))
+    most = _minimax(model, start, part, part(ub))
+    limit = sum(_most_bytes(most, sizes.get(space)) << _FIELD * at for at, space in enumerate(SPACES))
+    if part(ub) < most:
+        ub = int(_minimax(model, start, ub_bytes, ub, limit))
+    limit += ub - ub_bytes(limit)
+    orders = [_cheapest(way, start, limit) for way in ways]
     traffic, order = min((one for one in orders if one is not None), key=lambda one: one[0])
     found = _Found(most, ub, traffic, tuple(model.names[i] for i in order))
     return found if than is None or found[:3] < than[:3] else None
 
 
+def _most_bytes(part: float, size: int | None) -> int:
+    """The most bytes that are no larger a part of a memory."""
+    if size is None:
+        return _UNLIMITED
+    found = int(part * size) + 1
+    while found / size > part:
+        found -= 1
+    return found
+
+
 def _minimax(
-    model: _Model,
-    start: tuple[int, ...],
-    cost: Callable[[tuple[int, ...]], float],
-    floor: float = 0,
-    allowed: Callable[[tuple[int, ...]], bool] = lambda alive: True,
+    model: _Model, start: int, cost: Callable[[int], float], floor: float = 0, limit: int | None = None
 ) -> float:
-    """The least that the most expensive step of an order can cost, over orders all of whose steps are allowed.
+    """The least that the most expensive step of an order can cost, over orders all of whose steps keep a limit.
 
     Best first over the sets of operators that can be done, from what single operators need. An operator that fits now
     and leaves no memory fuller is run at once: in any order that runs it later, moving it here makes no step in between
@@ -531,23 +554,22 @@ def _minimax(
         nexts = []
         for i in model.ready(done):
             during, after = model.step(done, alive, i)
-            if not allowed(during):
+            if limit is not None and not _within(during, limit):
                 continue
-            one = (max(most, cost(during)), left - 1, done | 1 << i, after)
-            if one[0] == most and all(x <= y for x, y in zip(after, alive, strict=True)):
+            needed = cost(during)
+            one = (max(most, needed), left - 1, done | 1 << i, after)
+            if needed <= most and _within(after, alive):
                 nexts = [one]
                 break
-            nexts.append(one)
-        for one in nexts:
             if one[2] not in seen:
-                heappush(heap, one)
+                nexts.append(one)
+        for one in nexts:
+            heappush(heap, one)
     raise AssertionError("every graph has an order")
 
 
-def _cheapest(
-    model: _Model, start: tuple[int, ...], allowed: Callable[[tuple[int, ...]], bool]
-) -> tuple[int, tuple[int, ...]] | None:
-    """The least operand traffic of an order all of whose steps are allowed, and that order; None if there is none.
+def _cheapest(model: _Model, start: int, limit: int) -> tuple[int, tuple[int, ...]] | None:
+    """The least operand traffic of an order all of whose steps keep a limit, and that order; None if there is none.
 
     As `_minimax`, over sets of done operators with what is resident in L0; only matrix operators cost, so only others
     are run at once.
@@ -584,13 +606,13 @@ def _cheapest(
         nexts = []
         for i in model.ready(done):
             during, after = model.step(done, alive, i)
-            if not allowed(during):
+            if not _within(during, limit):
                 continue
             loaded, then = _load(graph, graph.operators[i], resident, L0_BYTES) if matrix[i] else (0, resident)
             now = done | 1 << i
             bound = traffic + loaded + least(now & products, then)
             one = (bound, left - 1, traffic + loaded, now, then, after)
-            if not matrix[i] and all(x <= y for x, y in zip(after, alive, strict=True)):
+            if not matrix[i] and _within(after, alive):
                 nexts = [(one, i)]
                 break
             nexts.append((one, i))
@@ -643,7 +665,7 @@ def _lacking(model: _Model, chip: Chip) -> tuple[Space, int] | None:
     """A memory that is too small for a single operator with the static places, and the bytes needed."""
     sizes = capacities(chip)
     for needed in model.least(model.reserve(1)):
-        for space, size in zip(SPACES, needed, strict=True):
+        for space, size in zip(SPACES, _unpacked(needed), strict=True):
             if size > sizes.get(space, size):
                 return space, size
     return None
