@@ -89,6 +89,40 @@ RECURRENT_KDA_FWD = {
 }
 _QKV = dict.fromkeys(["q", "k", "v"], REQUIRED)
 _TAIL = {"scale": None, "initial_state": None, "output_final_state": False}
+_GDN2 = dict.fromkeys(["q", "k", "v", "g", "b", "w"], REQUIRED)
+CHUNK_GDN2 = {
+    **_GDN2,
+    **_TAIL,
+    "use_qk_l2norm_in_kernel": False,
+    "use_gate_in_kernel": False,
+    "cu_seqlens": None,
+    "cu_seqlens_cpu": None,
+    "safe_gate": False,
+    "lower_bound": None,
+    "disable_recompute": False,
+    "return_intermediate_states": False,
+    "state_v_first": False,
+    "cp_context": None,
+}
+RECURRENT_GDN2 = {
+    **_GDN2,
+    "A_log": None,
+    "dt_bias": None,
+    **_TAIL,
+    "use_qk_l2norm_in_kernel": False,
+    "use_gate_in_kernel": False,
+    "lower_bound": None,
+    "state_v_first": False,
+    "cu_seqlens": None,
+}
+CHUNK_DELTA_PRODUCT = {
+    **dict.fromkeys(["q", "k", "v", "g", "beta", "num_householder"], REQUIRED),
+    **_TAIL,
+    "use_qk_l2norm_in_kernel": False,
+    "cu_seqlens": None,
+    "cu_seqlens_cpu": None,
+    "cp_context": None,
+}
 
 # Module, name, positional parameters with their defaults, and names that may also be given by keyword.
 SIGNATURES: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
@@ -116,6 +150,23 @@ SIGNATURES: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
     ),
     ("ops.kda.naive", "naive_recurrent_kda", {**_QKV, "g": REQUIRED, "beta": REQUIRED, **_TAIL}, ()),
     ("ops.kda.naive", "naive_chunk_kda", {**_QKV, "g": REQUIRED, "beta": REQUIRED, **_TAIL, "chunk_size": 64}, ()),
+    ("ops.gdn2.chunk", "chunk_gdn2", CHUNK_GDN2, ("A_log", "dt_bias", "chunk_size")),
+    ("ops.gdn2.fused_recurrent", "fused_recurrent_gdn2", RECURRENT_GDN2, ()),
+    ("ops.gdn2.naive", "naive_recurrent_gdn2", {**_GDN2, **_TAIL}, ()),
+    ("ops.gdn2.naive", "naive_chunk_gdn2", {**_GDN2, **_TAIL, "chunk_size": 64}, ()),
+    ("ops.gated_delta_product.chunk", "chunk_gated_delta_product", CHUNK_DELTA_PRODUCT, ()),
+    (
+        "ops.gated_delta_product.naive",
+        "naive_recurrent_gated_delta_product",
+        {
+            **dict.fromkeys(["q", "k", "v", "g", "beta", "scale"], REQUIRED),
+            "cu_seqlens": None,
+            "initial_state": None,
+            "output_final_state": False,
+            "num_householder": 1,
+        },
+        (),
+    ),
 ]
 
 
@@ -143,6 +194,8 @@ def test_signature(module: str, name: str, positional: dict[str, Any], keywords:
             "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule recurrent_gated_delta_rule",
         ),
         ("ops.kda", "chunk_kda fused_recurrent_kda"),
+        ("ops.gdn2", "chunk_gdn2 fused_recurrent_gdn2 naive_chunk_gdn2 naive_recurrent_gdn2"),
+        ("ops.gated_delta_product", "chunk_gated_delta_product"),
         (
             "ops.gated_delta_rule.gate",
             "naive_gdn_gate fused_gdn_gate gdn_gate_fwd gdn_gate_bwd gdn_gate_chunk_cumsum",

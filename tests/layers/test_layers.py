@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import fla_npu.layers.gated_deltanet as gdn_module
+import fla_npu.layers.gated_deltaproduct as product_module
+import fla_npu.layers.gdn2 as gdn2_module
 import fla_npu.layers.kda as kda_module
 from fla_npu.errors import ShapeError
 from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
@@ -412,6 +414,14 @@ def test_checkpoint_round_trip(variant):
 # --- which op runs, and how ----------------------------------------------------------------------------------------
 
 
+OPS_OF = {
+    GatedDeltaNet: (gdn_module, "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    KimiDeltaAttention: (kda_module, "chunk_kda", "fused_recurrent_kda"),
+    GatedDeltaNet2: (gdn2_module, "chunk_gdn2", "fused_recurrent_gdn2"),
+    GatedDeltaProduct: (product_module, "chunk_gated_delta_product", "fused_recurrent_gated_delta_rule"),
+}
+
+
 @pytest.mark.parametrize(
     ("mode", "T", "grad", "training", "expected"),
     [
@@ -423,12 +433,9 @@ def test_checkpoint_round_trip(variant):
         ("chunk", 3, False, True, "chunk"),
     ],
 )
-@pytest.mark.parametrize("cls", [GatedDeltaNet, KimiDeltaAttention])
+@pytest.mark.parametrize("cls", OPS_OF)
 def test_mode_rule_and_op_arguments(cls, mode, T, grad, training, expected, monkeypatch):
-    module, chunk, recurrent = {
-        GatedDeltaNet: (gdn_module, "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-        KimiDeltaAttention: (kda_module, "chunk_kda", "fused_recurrent_kda"),
-    }[cls]
+    module, chunk, recurrent = OPS_OF[cls]
     calls = []
 
     def spy(name, op):
@@ -445,6 +452,11 @@ def test_mode_rule_and_op_arguments(cls, mode, T, grad, training, expected, monk
         layer(torch.randn(1, T, HIDDEN))
     ((name, kwargs),) = calls
     assert name == expected
+    assert kwargs["use_qk_l2norm_in_kernel"] is True and kwargs["output_final_state"] is False
+    if cls in (GatedDeltaNet2, GatedDeltaProduct):
+        updates = 2 if cls is GatedDeltaProduct else 1
+        assert kwargs["k"].shape == (1, T * updates, 2, 8) and not kwargs.get("state_v_first")
+        return
     for flag in (
         "use_qk_l2norm_in_kernel",
         "use_gate_in_kernel",

@@ -2,7 +2,7 @@
 
 Per chunk, with `dS` the gradient of the state after it (stages of `stages.py`, A without beta):
 
-    du  = P^T dO + write_backward(dS)           dP = lower(dO u^T)
+    du  = P^T dO + write_backward(dS)           dP = dO u^T where P is not zero
     db  = (I + beta A)^-T du                    d(beta A) = -strict_lower(db u^T)
     b   = beta (V - X_k)                        dV = beta db,  dX_k = -beta db,  dX_q = dO
     d beta = db . (V - X_k) + sum_j d(beta A)_ij A_ij
