@@ -1,0 +1,545 @@
+"""What a mapping of an op costs on a chip: traffic, arithmetic, memory, time.
+
+    cost("gdn", "head", chip=chip("310P"), lengths=[4096], heads=16).seconds
+    cost("gdn", "fla", chip=chip("310P"), lengths=[4096], heads=16).gm_bytes
+
+Traffic, arithmetic and memory are counted; no constant is in them. Time is modelled:
+
+* A core has four engines that work at the same time, each on one operator after another in the order given: one loads
+  from global memory, one stores to it, one multiplies, one computes vectors and moves tensors between the units. An
+  operator starts when its engine is free and its inputs are there. The inputs of a chunk are loaded while the one
+  before is computed. What a chunk adds once all engines are in step is its time (`Step.seconds`); a stage that takes
+  chunk by chunk overlaps nothing with the next one (`Step.first`).
+* An operator takes what its bytes or products take at the chip's rates, and `Machine.operator` for its issue and the
+  flag that it waits for. Solve is a chain of such operators (`solve_steps`).
+* An item (a chunk, a segment, a head) takes `Machine.item` besides; a launch takes `Machine.launch`.
+* All cores share global memory: one gets its part of `gm_total`, at most what its own way carries.
+
+`Machine` holds all figures that are not in the chip's table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
+
+from fla_npu.planner.chips import Chip
+from fla_npu.planner.chips import chip as find_chip
+from fla_npu.planner.dataflow import (
+    ITEMSIZE,
+    RECURRENCES,
+    ChunkShape,
+    Graph,
+    Operator,
+    Tensor,
+    placed,
+    rewritten,
+    semantic,
+    verify,
+)
+from fla_npu.planner.layout import naive_layouts, plan_layouts
+from fla_npu.planner.mappings import WARMUP, Extra, Partition, Stage, partition, segment_chunks
+from fla_npu.planner.order import best, operand_traffic, rereading, semantic_order
+from fla_npu.planner.schedule import Cost as ScheduleCost
+from fla_npu.planner.schedule import schedule
+
+Variant = Literal["mapped", "ordered", "planned"]
+"""Of the head mapping: in the semantic order with a spilled state; with the rewrite and the planned order; with planned
+layouts, too."""
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds that no table has."""
+
+    operator: float
+    """Issue of an operator on a core, and its wait for the engine that makes its input."""
+    item: float
+    """Start and end of an item that a core takes from a launch."""
+    launch: float
+    """Submission of a launch."""
+
+
+MACHINE = Machine(operator=0.69e-6, item=23.7e-6, launch=45e-6)
+"""Of the paper's 310P. `operator` and `item` are fitted on the four GDN latencies of Figure 18, see
+`published.calibrate`. `launch` matters for separate operators alone and is fitted on one point of Figure 13, GDN with
+512 tokens and 16 heads. Other chips are given the same: nothing tells theirs."""
+
+SCHEDULE_FIXED: Mapping[str, int] = MappingProxyType({"none": 209, "scalar": 209, "channel": 577})
+"""Columns that cost as much as what a chunk takes whatever its columns, by kind of decay. From compiled programs:
+estimated cycles (docs/tuning.md) of the GDN and KDA kernels with K = V = 128, chunks of 64, exact, for 32, 64 and 128
+columns on the 910B3, by least squares. A test makes them again."""
+
+
+class Step(NamedTuple):
+    """Time of a chunk on one core."""
+
+    first: float
+    """By itself."""
+    seconds: float
+    """When chunks follow each other."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a call."""
+
+    op: str
+    mapping: str
+    chip: str
+    gm_read: Mapping[str, int]
+    """Bytes read from global memory, by tensor; the state that comes in, of all heads, is `initial state`."""
+    gm_written: Mapping[str, int]
+    path_bytes: Mapping[str, int]
+    """Bytes moved on the cores, by way."""
+    macs: int
+    element_ops: int
+    peak_bytes: int
+    """Of device memory: inputs, outputs and what is between launches, at the fullest moment."""
+    launches: int
+    submission_seconds: float
+    seconds: float
+    stages: Mapping[str, float]
+    """Seconds of each stage, without submissions."""
+    joules: float | None
+    """An estimate: the most that the board draws, for these seconds. None where the table has no figure."""
+
+    @property
+    def gm_bytes(self) -> int:
+        return sum(self.gm_read.values()) + sum(self.gm_written.values())
+
+
+def cost(
+    op: str,
+    mapping: str,
+    *,
+    chip: Chip,
+    heads: int,
+    lengths: Sequence[int],
+    shape: ChunkShape | None = None,
+    variant: Variant = "planned",
+    machine: Machine | None = None,
+) -> Cost:
+    """The cost of a forward call.
+
+    Args:
+        op: a name in `dataflow.RECURRENCES`.
+        mapping: a name in `mappings.NAMES`.
+        chip: from `chips.chip`.
+        heads: value heads. Query heads count as many: the paper's inputs are not shared between heads.
+        lengths: tokens of each sequence.
+        shape: sizes and dtypes of a chunk.
+        variant: of the head mapping, see `Variant`; others have one.
+        machine: instead of `MACHINE`.
+
+    Raises:
+        ValueError: an argument is not among those named here, or there is nothing to compute.
+    """
+    shape = shape or ChunkShape()
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f"heads must be a positive int, got {heads!r}")
+    if not lengths or any(type(one) is not int or one < 1 for one in lengths):
+        raise ValueError(f"lengths must be positive ints, at least one, got {lengths!r}")
+    call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine or MACHINE)
+    return call.cost()
+
+
+@dataclass(frozen=True)
+class _Call:
+    op: str
+    partition: Partition
+    chip: Chip
+    heads: int
+    lengths: tuple[int, ...]
+    variant: Variant
+    machine: Machine
+
+    @property
+    def shape(self) -> ChunkShape:
+        return self.partition.graph.shape
+
+    def cost(self) -> Cost:
+        read, written = self._traffic()
+        stages = {one.name: self._seconds(one) for one in self.partition.stages}
+        longest = max(self._chunks())
+        launches = sum(one.submissions * (longest if one.looped else 1) for one in self._visited())
+        submissions = launches * self.machine.launch
+        seconds = sum(stages.values()) + submissions
+        graph = self.partition.graph
+        visits = [(self._visits(stage), operator) for stage in self.partition.stages for operator in stage.operators]
+        watts = self.chip.board_watts
+        return Cost(
+            op=self.op,
+            mapping=self.partition.name,
+            chip=self.chip.name,
+            gm_read=MappingProxyType(read),
+            gm_written=MappingProxyType(written),
+            path_bytes=MappingProxyType(self._paths()),
+            macs=sum(count * graph.macs(operator) for count, operator in visits),
+            element_ops=sum(count * graph.element_ops(operator) for count, operator in visits),
+            peak_bytes=self._peak(),
+            launches=launches,
+            submission_seconds=submissions,
+            seconds=seconds,
+            stages=MappingProxyType(stages),
+            joules=None if watts is None else watts * seconds,
+        )
+
+    # Counts
+
+    def _chunks(self) -> list[int]:
+        return [-(-length // self.shape.C) for length in self.lengths]
+
+    def _segments(self) -> list[int]:
+        """Chunks of the segments of all sequences."""
+        chunks = self._chunks()
+        most = segment_chunks(sum(chunks), self.heads, self.chip.aicores)
+        return [min(most, count - start) for count in chunks for start in range(0, count, most)]
+
+    def _ahead(self) -> int:
+        """Segments whose state is computed ahead, of one head."""
+        return len(self._segments()) - len(self.lengths)
+
+    def _visits(self, stage: Stage) -> int:
+        """Chunks of heads that a stage computes."""
+        return self.heads * (sum(self._chunks()) if stage.visits == "all" else WARMUP * self._ahead())
+
+    def _visited(self) -> list[Stage]:
+        return [one for one in self.partition.stages if self._visits(one)]
+
+    def _moved(self, size: int, name: str, visits: int) -> int:
+        """Bytes of a tensor in so many chunks; of a row per token, the last chunk of a sequence has its tokens only."""
+        tensor = self.partition.graph.tensors.get(name)
+        if tensor is None or tensor.shape[0] != self.shape.C:
+            return size * visits
+        chunks = sum(self._chunks())
+        return size * sum(self.lengths) * visits // (chunks * self.shape.C)
+
+    def _state_bytes(self) -> int:
+        tensor = self.partition.graph.tensors[self.partition.graph.state[0]]
+        return tensor.bytes * self.heads * len(self.lengths)
+
+    def _traffic(self) -> tuple[dict[str, int], dict[str, int]]:
+        read: dict[str, int] = {}
+        written: dict[str, int] = {}
+        for stage in self.partition.stages:
+            visits = self._visits(stage)
+            for counted, moved in ((read, stage.reads), (written, stage.writes)):
+                for name, size in moved.items():
+                    counted[name] = counted.get(name, 0) + self._moved(size, name, visits)
+        for extra in self.partition.extras:
+            if extra.moved and (count := self._count(extra, moved=True)):
+                read[extra.name] = written[extra.name] = extra.bytes * count
+        if any(one.carries for one in self.partition.stages):
+            read["initial state"] = written["final state"] = self._state_bytes()
+        if self.variant == "mapped" and self.partition.name == "head":
+            spilled = self._spilled() * self._visits(self.partition.stages[0])
+            read["spilled state"] = written["spilled state"] = spilled
+        return read, written
+
+    def _spilled(self) -> int:
+        """Bytes of the old state as an operand, which waits in global memory where the new one is written first."""
+        tensor = self.partition.graph.tensors[self.partition.graph.state[0]]
+        return tensor.elements * ITEMSIZE[self.shape.dtype]
+
+    def _count(self, extra: Extra, moved: bool) -> int:
+        """Chunks or segments of an extra tensor."""
+        stage = self.partition.stages[self.partition.stage(extra.written)]
+        if extra.per == "segment":
+            return self._ahead() * self.heads
+        if stage.visits == "ahead" and (moved or not self._ahead()):
+            return self._visits(stage)
+        return sum(self._chunks()) * self.heads
+
+    def _peak(self) -> int:
+        graph, part = self.partition.graph, self.partition
+        chunks = sum(self._chunks()) * self.heads
+        inputs = [one for one in graph.tensors.values() if one.role == "input"]
+        base = sum(self._moved(one.bytes, one.name, chunks) for one in inputs) + 2 * self._state_bytes()
+        output = next(one for one in graph.tensors.values() if one.role == "output")
+        first = next(i for i, stage in enumerate(part.stages) if output.name in stage.writes)
+        peak = 0
+        for i, stage in enumerate(part.stages):
+            if not self._visits(stage):
+                continue
+            now = sum(self._moved(part.stored[name], name, chunks) for name in part.allocated(i))
+            for extra in part.extras:
+                if part.stage(extra.written) <= i <= part.stage(extra.read):
+                    now += extra.bytes * self._count(extra, moved=False)
+            if i >= first:
+                now += self._moved(output.bytes, output.name, chunks)
+            peak = max(peak, now)
+        return base + peak
+
+    # Time
+
+    def _paths(self) -> dict[str, int]:
+        paths: dict[str, int] = {}
+        for stage in self.partition.stages:
+            if stage.grain == "tensor":
+                continue
+            program = _program(self.op, self.partition.name, stage.name, self.shape, self.chip, self.variant)
+            for way, size in program.paths.items():
+                paths[way] = paths.get(way, 0) + size * self._visits(stage)
+        return paths
+
+    def _step(self, stage: Stage, columns: int) -> Step:
+        shape = replace(self.shape, V=columns)
+        operator = self.machine.operator
+        return _step(self.op, self.partition.name, stage.name, shape, self.chip, self.variant, operator)
+
+    def _seconds(self, stage: Stage) -> float:
+        visits = self._visits(stage)
+        if not visits:
+            return 0.0
+        if stage.grain == "tensor":
+            return self._whole_tensors(stage)
+        cores, chunks = self.chip.aicores, self._chunks()
+        if not stage.carries:
+            step = self._step(stage, self.shape.V)
+            return -(-visits // cores) * (self.machine.item + step.first)
+        if stage.visits == "ahead":
+            lengths = [WARMUP] * self._ahead()
+        else:
+            lengths = self._segments() if stage.grain == "segment" else chunks
+
+        def item(count: int, columns: int) -> int:
+            step = self._step(stage, columns)
+            return _picoseconds(self.machine.item + step.first + (count - 1) * step.seconds)
+
+        made = schedule(lengths, self.heads, cores, value_dim=self.shape.V, chunk=1, cost=item)
+        return made.makespan * 1e-12
+
+    def _whole_tensors(self, stage: Stage) -> float:
+        graph = self.partition.graph
+        moved = sum(stage.reads.values()) + sum(stage.writes.values())
+        total = _memory(self.chip)
+        macs = sum(graph.macs(one) for one in stage.operators)
+        return self._visits(stage) * max(moved / total, macs / (_macs(self.chip) * self.chip.aicores))
+
+
+def schedule_cost(op: str) -> ScheduleCost:
+    """The cost model of `schedule.schedule` for the kernels of an op.
+
+    Args:
+        op: a name in `dataflow.RECURRENCES`.
+
+    Raises:
+        ValueError: the op does not exist.
+    """
+    if op not in RECURRENCES:
+        raise ValueError(f"op must be one of {', '.join(RECURRENCES)}, got {op!r}")
+    return ScheduleCost(fixed=SCHEDULE_FIXED[RECURRENCES[op].decay])
+
+
+def _picoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e12))
+
+
+# One chunk on one core
+
+
+Engine = Literal["load", "store", "matrix", "vector"]
+
+
+class _Instruction(NamedTuple):
+    name: str
+    engine: Engine
+    seconds: float
+    """At the chip's rates."""
+    issues: int
+    """Times that `Machine.operator` is paid."""
+    needs: tuple[str, ...]
+    early: bool = False
+    """Whether it loads an input of the op, which may be done before the chunk begins."""
+
+
+class _Program(NamedTuple):
+    """One chunk of a stage on one core."""
+
+    instructions: tuple[_Instruction, ...]
+    state: tuple[str, str]
+    paths: Mapping[str, int]
+    """Bytes by way."""
+
+
+@lru_cache(maxsize=1024)
+def _program(op: str, mapping: str, stage: str, shape: ChunkShape, chip: Chip, variant: Variant) -> _Program:
+    if mapping == "head":
+        graph, order = _head(op, shape, chip, variant)
+        layouts = (plan_layouts if variant == "planned" else naive_layouts)(graph, chip)
+    else:
+        part = partition(mapping, op, shape)
+        graph = _stage_graph(part, part.stages[part.stage(stage)], chip)
+        order = semantic_order(graph)
+        layouts = naive_layouts(graph, chip)
+    changes: dict[str, list[float]] = {}
+    on_the_way: dict[str, float] = {}
+    for change in layouts.transforms:
+        if change.unit == "vector":
+            changes.setdefault(change.operator, []).append(change.seconds)
+        else:
+            on_the_way[change.operator] = on_the_way.get(change.operator, 0.0) + change.seconds
+    tensors = graph.tensors
+    loads = operand_traffic(graph, order)
+    operands = sum(tensors[name].bytes for one in graph.operators if one.unit == "matrix" for name in one.inputs)
+    paths = {"L1->L0": loads}
+    found: list[_Instruction] = []
+    for name in order:
+        one = graph.producer[name]
+        needs = one.inputs
+        for seconds in changes.get(name, ()):
+            found.append(_Instruction(f"{name}: layout {len(found)}", "vector", seconds, 1, one.inputs))
+            needs = (*needs, found[-1].name)
+        if one.unit == "matrix":
+            # What stays in L0 from one product to the next is spread over all of them.
+            loaded = sum(tensors[x].bytes for x in one.inputs) * loads / operands
+            seconds = max(loaded / _rate(chip, "L1", "L0"), graph.macs(one) / _macs(chip))
+            issues = solve_steps(shape.C) if one.expr[0] == "invert" else 1
+            found.append(_Instruction(name, "matrix", seconds, issues, needs))
+        elif one.unit == "vector":
+            seconds = layouts.costs.execute(graph, one, layouts.layouts[name])
+            found.append(_Instruction(name, "vector", seconds, 1, needs))
+        else:
+            source, target = tensors[one.inputs[0]], tensors[name]
+            size = min(source.bytes, target.bytes)
+            way = f"{source.space}->{target.space}"
+            paths[way] = paths.get(way, 0) + size
+            seconds = on_the_way.get(name, 0.0) + size / _rate(chip, str(source.space), str(target.space))
+            engine: Engine = "load" if source.space == "GM" else "vector" if source.space == "L0C" else "store"
+            found.append(_Instruction(name, engine, seconds, 1, needs, source.role == "input"))
+    return _Program(tuple(found), graph.state, MappingProxyType(paths))
+
+
+@lru_cache(maxsize=4096)
+def _step(op: str, mapping: str, stage: str, shape: ChunkShape, chip: Chip, variant: Variant, operator: float) -> Step:
+    """The engines over four chunks of a head."""
+    program = _program(op, mapping, stage, shape, chip, variant)
+    free: dict[Engine, float] = {}
+    ends: list[float] = []
+    following = 0.0
+    for _ in range(4):
+        # An input has two places: the next one is loaded when the chunk before this one is done.
+        begin = ends[-2] if len(ends) > 1 else 0.0
+        done = {program.state[0]: following}
+        for one in program.instructions:
+            start = max([free.get(one.engine, 0.0), *(done.get(name, 0.0) for name in one.needs)])
+            start = max(start, begin) if one.early else start
+            done[one.name] = free[one.engine] = start + one.seconds + one.issues * operator
+        following = done.get(program.state[1], 0.0)
+        ends.append(max(done.values()))
+    return Step(ends[0], ends[-1] - ends[-2])
+
+
+def solve_steps(C: int) -> int:
+    """Operators in the chain of a triangular inverse of C rows: the rows of its diagonal blocks of 16, all blocks at
+    once, one after another; then, for each doubling of the blocks, two products, each with a move of its result from
+    the matrix unit and a move back."""
+    block = min(C, 16)
+    levels = max(0, -(-C // block) - 1).bit_length()
+    return (block - 1) + levels * 2 * 3
+
+
+@lru_cache(maxsize=256)
+def _head(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> tuple[Graph, tuple[str, ...]]:
+    """The graph and order of the head mapping's variants."""
+    if variant != "mapped":
+        found = best(placed(rewritten(semantic(op, shape)), chip), chip)
+        return found.graph, found.order
+    graph = _spilled(rereading(placed(semantic(op, shape), chip)))
+    return graph, semantic_order(graph)
+
+
+def _spilled(graph: Graph) -> Graph:
+    """The old state's second copy for the matrix unit, made by way of global memory: that is the paper's spill, 64 KiB
+    per chunk and head. What `order.fit` spills for its own accounting of buffers may be less."""
+    state = graph.state[0]
+    first, *others = [one for one in graph.readers[state] if one.unit == "move"]
+    tensors, operators = dict(graph.tensors), list(graph.operators)
+    for one in others:
+        kept = f"{one.output}@GM"
+        tensors[kept] = replace(tensors[one.output], name=kept, space="GM")
+        operators.insert(operators.index(first), Operator(kept, ("move", state), one.phase, "move"))
+        operators[operators.index(one)] = replace(one, expr=("move", kept))
+    return verify(replace(graph, tensors=tensors, operators=tuple(operators)))
+
+
+def _stage_graph(part: Partition, stage: Stage, chip: Chip) -> Graph:
+    """The placed graph of a stage: what it reads from global memory are inputs, what it writes is moved there."""
+    whole_graph = part.graph
+    state = whole_graph.state
+    tensors: dict[str, Tensor] = {}
+    made = {one.output for one in stage.operators}
+    for name, tensor in whole_graph.tensors.items():
+        if name in made:
+            tensors[name] = replace(tensor, role="intermediate") if tensor.role == "output" else tensor
+        elif name in stage.reads:
+            dtype = next(
+                (key for key, width in ITEMSIZE.items() if width * tensor.elements == stage.reads[name]), tensor.dtype
+            )
+            tensors[name] = replace(tensor, role="input", dtype=dtype)
+        elif name == state[0] and stage.carries:
+            tensors[name] = tensor
+    if not stage.carries:
+        # Every graph has a state; this one's is empty.
+        state = ("no state", "no state")
+        tensors["no state"] = Tensor("no state", (1, 1), whole_graph.shape.accumulate, "state_in")
+    graph = placed(replace(whole_graph, tensors=tensors, operators=stage.operators, state=state), chip)
+    tensors, operators = dict(graph.tensors), list(graph.operators)
+    for name, size in stage.writes.items():
+        source = tensors[name]
+        if source.space == "L0C":
+            copy = f"{name}@UB"
+            if copy not in tensors:
+                tensors[copy] = replace(source, name=copy, space="UB")
+                operators.append(Operator(copy, ("move", name), stage.name, "move"))
+            source = tensors[copy]
+        dtype = next((key for key, width in ITEMSIZE.items() if width * source.elements == size), source.dtype)
+        target = f"{name}@GM"
+        tensors[target] = replace(source, name=target, role="intermediate", dtype=dtype, space="GM")
+        operators.append(Operator(target, ("move", source.name), stage.name, "move"))
+    return verify(replace(graph, tensors=tensors, operators=tuple(operators)))
+
+
+# Rates. What is not known of a chip is taken from the 310P, whose ways the paper measured (Figure 2: "310 series").
+
+_LIKE = find_chip("310P")
+
+
+def _hertz(chip: Chip) -> float:
+    return chip.rates.hertz or _LIKE.rates.hertz or 0.0
+
+
+def _macs(chip: Chip) -> float:
+    """Products per second of one core."""
+    return (chip.rates.macs_per_cycle or _LIKE.rates.macs_per_cycle or 0) * _hertz(chip)
+
+
+def _memory(chip: Chip) -> float:
+    """Bytes per second of all cores from global memory."""
+    ways = chip.bandwidths
+    return ways.gm_total or chip.aicores * (ways.gm_to_l1 or _memory(_LIKE) / _LIKE.aicores)
+
+
+def _rate(chip: Chip, source: str, target: str) -> float:
+    """Bytes per second of a way on one core while all cores work."""
+    ways, like = chip.bandwidths, _LIKE.bandwidths
+    known: Mapping[tuple[str, str], tuple[float | None, ...]] = {
+        ("GM", "L1"): (ways.gm_to_l1,),
+        ("GM", "UB"): (ways.gm_to_ub,),
+        ("UB", "GM"): (ways.ub_to_gm,),
+        ("UB", "L1"): (ways.ub_to_l1, ways.ub_to_gm_to_l1, like.ub_to_l1),
+        ("L1", "L0"): (ways.l1_to_l0b, like.l1_to_l0b),
+        ("L0C", "UB"): (ways.l0c_to_ub, ways.ub_to_gm_to_l1, like.l0c_to_ub),
+        ("L0C", "L1"): (ways.l0c_to_ub, ways.ub_to_gm_to_l1, like.l0c_to_ub),
+    }
+    way = next((rate for rate in known[source, target] if rate is not None), None)
+    share = _memory(chip) / chip.aicores
+    if "GM" in (source, target):
+        return min(share, way or share)
+    assert way is not None
+    return way

@@ -1,0 +1,162 @@
+"""Costs: counts against sums done by hand, time by the properties that a pipeline has."""
+
+import json
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fla_npu.planner import cost as module
+from fla_npu.planner.chips import CHIPS, chip
+from fla_npu.planner.cost import MACHINE, cost, schedule_cost, solve_steps
+from fla_npu.planner.dataflow import RECURRENCES, ChunkShape
+from fla_npu.planner.mappings import NAMES
+
+MIB = 1 << 20
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep" / "compiled.json"
+
+
+def of(op: str, mapping: str, **more: object) -> module.Cost:
+    call = {"chip": chip("310P"), "heads": 16, "lengths": [1024], **more}
+    return cost(op, mapping, **call)  # type: ignore[arg-type]
+
+
+def test_head_moves_each_input_and_result_once() -> None:
+    """By hand: q, k, v, o in 16 bits; g, beta and the states in 32."""
+    T, H, D = 1000, 3, 128
+    found = of("gdn", "head", heads=H, lengths=[T])
+    assert sum(found.gm_read.values()) == T * H * (3 * D * 2 + 2 * 4) + H * D * D * 4
+    assert sum(found.gm_written.values()) == T * H * D * 2 + H * D * D * 4
+    assert found.peak_bytes == found.gm_bytes, "nothing else is allocated"
+    assert found.launches == 1
+
+
+def test_fla_by_hand() -> None:
+    """Reads and writes of its six kernels, per token and head; the state per chunk."""
+    T, H, D, C = 2048, 4, 128, 64
+    found = of("gdn", "fla", heads=H, lengths=[T])
+    row, score, number = D * 2, C * 2, 4
+    read = {
+        "cumsum": number,
+        "kkt": row + 2 * number,
+        "solve": 2 * score,
+        "wu": 2 * row + 2 * number + score,
+        "h": 3 * row + number,
+        "o": 3 * row + number,
+    }
+    write = {"cumsum": number, "kkt": 2 * score, "solve": score, "wu": 2 * row, "h": row, "o": row}
+    tokens, states = T * H, T // C * H * D * D * 2
+    assert sum(found.gm_read.values()) == tokens * sum(read.values()) + states + H * D * D * 4
+    assert sum(found.gm_written.values()) == tokens * sum(write.values()) + states + H * D * D * 4
+    inputs = tokens * (3 * row + 2 * number) + 2 * H * D * D * 4
+    assert found.peak_bytes == inputs + tokens * (number + score + 2 * row) + states + tokens * row
+
+
+@pytest.mark.parametrize("op", RECURRENCES)
+@pytest.mark.parametrize("mapping", NAMES)
+def test_every_mapping_of_every_op_has_a_cost(op: str, mapping: str) -> None:
+    found = of(op, mapping, lengths=[4096, 100])
+    assert found.seconds > 0
+    assert found.gm_bytes >= of(op, "head", lengths=[4096, 100]).gm_bytes
+    assert found.peak_bytes >= of(op, "head", lengths=[4096, 100]).peak_bytes
+    assert found.macs > 0
+    assert found.seconds == pytest.approx(sum(found.stages.values()) + found.submission_seconds)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_every_chip_has_a_cost(name: str) -> None:
+    found = of("gdn", "head", chip=chip(name))
+    assert 0 < found.seconds < 1
+    assert (found.joules is None) == (chip(name).board_watts is None)
+
+
+def test_variants_get_better_one_by_one() -> None:
+    for op in ("gdn", "kda"):
+        fla, *variants = of(op, "fla").seconds, *(of(op, "head", variant=v).seconds for v in module.VARIANTS)
+        assert [fla, *variants] == sorted([fla, *variants], reverse=True)
+    spilled = of("gdn", "head", variant="mapped").gm_bytes - of("gdn", "head").gm_bytes
+    assert spilled == 64 * 1024 * 16 * 16, "one state per chunk and head"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    op=st.sampled_from(sorted(RECURRENCES)),
+    mapping=st.sampled_from(NAMES),
+    heads=st.integers(1, 40),
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+)
+def test_more_work_costs_no_less(op: str, mapping: str, heads: int, lengths: list[int]) -> None:
+    less = of(op, mapping, heads=heads, lengths=lengths)
+    more = of(op, mapping, heads=heads, lengths=[*lengths, 64])
+    for figure in ("gm_bytes", "macs", "element_ops", "peak_bytes", "launches"):
+        if mapping != "flashqla" or figure not in ("gm_bytes", "macs", "element_ops", "peak_bytes"):
+            assert getattr(more, figure) >= getattr(less, figure), figure
+    slower = replace(MACHINE, operator=2 * MACHINE.operator, item=2 * MACHINE.item, launch=2 * MACHINE.launch)
+    assert less.seconds <= of(op, mapping, heads=heads, lengths=lengths, machine=slower).seconds <= 2 * less.seconds
+
+
+def test_time_is_bounded_by_its_engines() -> None:
+    """With free issues, a core is as fast as its busiest engine at least, and not slower than all one by one."""
+    free = module.Machine(0.0, 0.0, 0.0)
+    found = of("gdn", "head", heads=10, lengths=[64 * 100], machine=free)
+    program = module._program("gdn", "head", "head", ChunkShape(), chip("310P"), "planned")
+    work: dict[str, float] = defaultdict(float)
+    for one in program.instructions:
+        work[one.engine] += one.seconds
+    assert 99 * max(work.values()) <= found.seconds <= 101 * sum(work.values())
+
+
+def test_long_and_wide_calls_are_planned_quickly() -> None:
+    of("kda", "head", heads=64, lengths=[1 << 20])
+    start = time.perf_counter()
+    for mapping in NAMES:
+        of("kda", mapping, heads=64, lengths=[1 << 20])
+        of("kda", mapping, heads=64, lengths=[1000 + n for n in range(1000)])
+    assert time.perf_counter() - start < 3
+
+
+@pytest.mark.parametrize(("C", "steps"), [(16, 15), (32, 21), (64, 27), (128, 33), (8, 7)])
+def test_steps_of_the_solve(C: int, steps: int) -> None:
+    assert solve_steps(C) == steps
+
+
+def test_schedule_cost_is_what_the_compiled_programs_say() -> None:
+    rows = json.loads(ROWS.read_text())["rows"]
+    case = {
+        "precision": "exact",
+        "dtype": "bf16",
+        "K": 128,
+        "V": 128,
+        "chip": "910B3",
+        "kind": "compiled",
+        "bounded": True,
+    }
+    for kernel, op in (("chunk_gdn", "gdn"), ("chunk_kda", "kda")):
+        points = {}
+        for width in (32, 64, 128):
+            config = dict.fromkeys(rows[0]["config"]) | {"chunk": 64, "width": width, "tile": 0, "multibuffer": True}
+            (row,) = (one for one in rows if {**one, "op": kernel, "config": config, **case} == one)
+            points[width] = row["cycles"] * width / 128
+        x, y = sum(points) / 3, sum(points.values()) / 3
+        slope = sum((a - x) * (b - y) for a, b in points.items()) / sum((a - x) ** 2 for a in points)
+        assert schedule_cost(op).fixed == round(y / slope - x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 0}, "heads must be a positive int, got 0"),
+        ({"lengths": []}, "lengths must be positive ints"),
+        ({"lengths": [64, 0]}, "lengths must be positive ints"),
+        ({"variant": "best"}, "variant must be one of mapped"),
+    ],
+)
+def test_impossible_calls_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of("gdn", "head", **changes)
+    with pytest.raises(ValueError, match="op must be"):
+        schedule_cost("rwkv")
