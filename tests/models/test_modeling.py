@@ -91,17 +91,35 @@ def test_initial_weights():
     assert (residuals.res_proj.weight == 0).all() and (residuals.layers[1].mlp_res_proj.weight == 0).all()
 
 
-def test_residuals_start_as_their_mean_and_depend_on_queries():
-    model = make("kda residuals")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_attention_residuals(size):
+    """The input of sub-layer i: the embeddings, the sums of the blocks of `size` sub-layers before it, and the sum of
+    those before it in its own block, each weighted by how its norm matches the query."""
+    model = make("kda residuals", attnres_block_size=size).model
+    for name, parameter in model.named_parameters():
+        if "res_" in name:
+            torch.nn.init.normal_(parameter)
+    inputs, outputs = [], []
+    for layer in model.layers:
+        for part in (layer.attn, layer.mlp):
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs: inputs.append(kwargs.get("hidden_states", *args)), with_kwargs=True
+            )
+            part.register_forward_hook(lambda _, args, out: outputs.append(out[0] if isinstance(out, tuple) else out))
     x = tokens()
     with torch.no_grad():
-        out = model.model(x, output_hidden_states=True)
-        before = out.last_hidden_state
-        model.model.layers[2].mlp_res_proj.weight.normal_()
-        assert not torch.allclose(model.model(x).last_hidden_state, before)
-    # Four sub-layer blocks of two, whose sums and the embeddings are what the last mixture is taken of.
-    mixture = F.rms_norm(before, (32,), eps=1e-6)
-    close(before / model.model.norm.weight, mixture, 1e-4)
+        last = model(x).last_hidden_state
+
+        def mixture(i, query, norm, output_norm):
+            blocks = [outputs[start : min(start + size, i)] for start in range(0, i, size)]
+            sources = torch.stack([model.embeddings(x), *(sum(block) for block in blocks)])
+            match = F.rms_norm(sources, (32,), norm.weight, 1e-6) @ query.weight[0]
+            return F.rms_norm((match.softmax(0)[..., None] * sources).sum(0), (32,), output_norm.weight, 1e-6)
+
+        for i, layer in enumerate(model.layers):
+            close(inputs[2 * i], mixture(2 * i, layer.attn_res_proj, layer.attn_res_norm, layer.attn_norm))
+            close(inputs[2 * i + 1], mixture(2 * i + 1, layer.mlp_res_proj, layer.mlp_res_norm, layer.mlp_norm))
+        close(last, mixture(6, model.res_proj, model.res_norm, model.norm))
 
 
 @pytest.mark.parametrize("kind", KINDS)
