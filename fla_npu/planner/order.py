@@ -518,10 +518,13 @@ def _search(model: _Model, chip: Chip, states: int, than: _Found | None = None) 
     if part(ub) < most:
         ub = int(_minimax(model, start, ub_bytes, ub, limit))
     limit += ub - ub_bytes(limit)
-    orders = [_cheapest(way, start, limit) for way in ways]
-    traffic, order = min((one for one in orders if one is not None), key=lambda one: one[0])
-    found = _Found(most, ub, traffic, tuple(model.names[i] for i in order))
-    return found if than is None or found[:3] < than[:3] else None
+    found: tuple[int, tuple[int, ...]] | None = None
+    for way in ways:
+        found = _cheapest(way, start, limit, found and found[0]) or found
+    assert found is not None
+    traffic, order = found
+    one = _Found(most, ub, traffic, tuple(model.names[i] for i in order))
+    return one if than is None or one[:3] < than[:3] else None
 
 
 def _most_bytes(part: float, size: int | None) -> int:
@@ -568,14 +571,15 @@ def _minimax(
     raise AssertionError("every graph has an order")
 
 
-def _cheapest(model: _Model, start: int, limit: int) -> tuple[int, tuple[int, ...]] | None:
-    """The least operand traffic of an order all of whose steps keep a limit, and that order; None if there is none.
+def _cheapest(model: _Model, start: int, limit: int, than: int | None) -> tuple[int, tuple[int, ...]] | None:
+    """The least operand traffic of an order all of whose steps keep a limit, and that order.
+
+    None if there is none, or none with less traffic than is known already.
 
     As `_minimax`, over sets of done operators with what is resident in L0; only matrix operators cost, so only others
     are run at once.
     """
     graph = model.graph
-    matrix = [one.unit == "matrix" for one in graph.operators]
     needs = [
         [(side, operand) for side, operand in enumerate(_operands(graph, one))] if one.unit == "matrix" else []
         for one in graph.operators
@@ -587,13 +591,19 @@ def _cheapest(model: _Model, start: int, limit: int) -> tuple[int, tuple[int, ..
         missing = {need for i, some in enumerate(needs) if not done >> i & 1 for need in some}
         return sum(operand[1] for side, operand in missing if operand not in resident[side])
 
+    @cache
+    def load(i: int, resident: _Resident) -> tuple[int, _Resident]:
+        return _load(graph, graph.operators[i], resident, L0_BYTES) if needs[i] else (0, resident)
+
     products = sum(1 << i for i, some in enumerate(needs) if some)
     first = (0, _EMPTY)
     came: dict[tuple[int, _Resident], tuple[tuple[int, _Resident], int]] = {}
     paid = {first: 0}
     heap, seen = [(least(*first), 0, 0, *first, start)], set()
     while heap:
-        _, left, traffic, done, resident, alive = heappop(heap)
+        bound, left, traffic, done, resident, alive = heappop(heap)
+        if than is not None and bound >= than:
+            return None
         if (done, resident) in seen:
             continue
         seen.add((done, resident))
@@ -608,11 +618,11 @@ def _cheapest(model: _Model, start: int, limit: int) -> tuple[int, tuple[int, ..
             during, after = model.step(done, alive, i)
             if not _within(during, limit):
                 continue
-            loaded, then = _load(graph, graph.operators[i], resident, L0_BYTES) if matrix[i] else (0, resident)
+            loaded, then = load(i, resident)
             now = done | 1 << i
             bound = traffic + loaded + least(now & products, then)
             one = (bound, left - 1, traffic + loaded, now, then, after)
-            if not matrix[i] and _within(after, alive):
+            if not needs[i] and _within(after, alive):
                 nexts = [(one, i)]
                 break
             nexts.append((one, i))
