@@ -6,6 +6,7 @@ from fla_npu import __version__
 from fla_npu.cli.compile import compile_command
 from fla_npu.cli.doctor import doctor
 from fla_npu.cli.generate import generate
+from fla_npu.cli.plan import plan_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,3 +18,4 @@ def main() -> None:
 main.add_command(generate)
 main.add_command(doctor)
 main.add_command(compile_command)
+main.add_command(plan_command)

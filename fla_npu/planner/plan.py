@@ -18,9 +18,11 @@ from fla_npu.ops.common.configs import Config, pad, tile_size
 from fla_npu.planner import kernels
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
+from fla_npu.planner.cost import Variant, cost
 from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, ChunkShape, Expr, Graph, Unit, placed, rewritten, semantic
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
 from fla_npu.planner.layout import Layout, plan_layouts
+from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
 from fla_npu.planner.schedule import Item, Schedule
 
@@ -32,6 +34,17 @@ CHUNKS = (64, 32, 16)
 
 TILES = (128, 64, 32, 16)
 """Columns of a state to hold at once, likewise."""
+
+WAYS: tuple[tuple[str, Name, Variant], ...] = (
+    ("separate operators", "separate", "planned"),
+    ("FLA", "fla", "planned"),
+    ("FLA in one launch", "megakernel", "planned"),
+    ("FlashQLA", "flashqla", "planned"),
+    ("ours, default order", "head", "mapped"),
+    ("ours, default layouts", "head", "ordered"),
+    ("ours", "head", "planned"),
+)
+"""Ways of running an op whose costs a plan has: a name, the mapping, and of the head mapping the variant."""
 
 Precision = Literal["exact", "fast"]
 
@@ -121,10 +134,36 @@ class Dealt:
     """Lengths of the segments of each sequence, where the launchers cut them."""
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What one way of running the call costs, see `cost.Cost`."""
+
+    name: str
+    mapping: str
+    """One of `mappings.NAMES`."""
+    chunk: int
+    """Tokens of its chunks."""
+    launches: int
+    gm_read: int
+    gm_written: int
+    paths: tuple[tuple[str, int], ...]
+    """Bytes moved on the cores, by way."""
+    macs: int
+    element_ops: int
+    peak_bytes: int
+    """Of device memory."""
+    submission_seconds: float
+    seconds: float
+    stages: tuple[tuple[str, float], ...]
+    joules: float | None
+
+
 class Span(NamedTuple):
     """What a core does from a time to another, in the schedule's unit."""
 
     item: Item
+    whole: bool
+    """Whether it is all columns of a unit, not one of its tiles."""
     start: int
     end: int
 
@@ -157,6 +196,8 @@ class Plan:
     """Of the state between chunks."""
     sites: tuple[Site, ...]
     dealt: Dealt
+    predictions: tuple[Prediction, ...]
+    """Of the alternatives, of ours without its parts, and, the last, of this plan."""
     remarks: tuple[str, ...]
 
     @property
@@ -186,8 +227,10 @@ class Plan:
             spans, now = [], 0
             for item in schedule.core(core):
                 chunks = -(-self.request.lengths[item.sequence] // chunk)
-                columns = split.width if _whole(item, schedule) else split.tile
-                spans.append(Span(item, now, now := now + cost(chunks, columns)))
+                # A tile may be as wide as what is left of the last unit, but then it does not begin one.
+                left = min(split.width, schedule.value_dim - item.column)
+                whole = item.column % split.width == 0 and item.columns == left
+                spans.append(Span(item, whole, now, now := now + cost(chunks, split.width if whole else split.tile)))
             yield tuple(spans)
 
     def to_kernel_config(self) -> KernelPlan:
@@ -240,8 +283,10 @@ def _decoded(value: Any, kind: Any, at: str) -> Any:
         return kind(**{name: _decoded(value[name], hints[name], f"{at}.{name}") for name in names})
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple and isinstance(value, list):
-        inner = arguments[0]
-        return tuple(_decoded(one, inner, f"{at}[{i}]") for i, one in enumerate(value))
+        kinds = arguments if arguments[-1] is not Ellipsis else arguments[:1] * len(value)
+        if len(kinds) == len(value):
+            pairs = enumerate(zip(value, kinds, strict=True))
+            return tuple(_decoded(one, inner, f"{at}[{i}]") for i, (one, inner) in pairs)
     if origin is UnionType:
         if value is None and NoneType in arguments:
             return None
@@ -266,7 +311,7 @@ def plan(
     chunk: int | None = None,
     tile: int | None = None,
     dtype: str = "fp16",
-    precision: Precision = "exact",
+    precision: str = "exact",
     bounded: bool = True,
 ) -> Plan:
     """The plan of an op.
@@ -310,6 +355,7 @@ def plan(
         state=layouts.state,
         sites=tuple(Site(one.tensor, one.target, one.operator, one.path) for one in layouts.transforms),
         dealt=_dealt(dealt, kernel),
+        predictions=tuple(_predictions(request, found, config)),
         remarks=tuple(_remarks(request, found, kernel, ordered, dealt, chunk, tile)),
     )
 
@@ -513,9 +559,28 @@ def _dealt(deal: Deal, kernel: str | None) -> Dealt:
     )
 
 
-def _whole(item: Item, schedule: Schedule) -> bool:
-    """Whether an item is a whole unit, not one of its tiles."""
-    return item.columns == min(schedule.split.width, schedule.value_dim - item.column)
+def _predictions(request: Request, chip: Chip, config: Config) -> Iterator[Prediction]:
+    lengths = tuple(length for length in request.lengths if length)
+    for name, mapping, variant in WAYS:
+        tokens = config.chunk if mapping == "head" else CHUNKS[0]
+        shape = ChunkShape(tokens, pad(request.K), pad(request.V), request.dtype)
+        found = cost(request.op, mapping, chip=chip, heads=request.heads, lengths=lengths, shape=shape, variant=variant)
+        yield Prediction(
+            name=name,
+            mapping=mapping,
+            chunk=tokens,
+            launches=found.launches,
+            gm_read=sum(found.gm_read.values()),
+            gm_written=sum(found.gm_written.values()),
+            paths=tuple(sorted(found.path_bytes.items())),
+            macs=found.macs,
+            element_ops=found.element_ops,
+            peak_bytes=found.peak_bytes,
+            submission_seconds=found.submission_seconds,
+            seconds=found.seconds,
+            stages=tuple(found.stages.items()),
+            joules=found.joules,
+        )
 
 
 def _steps(ordered: Ordered) -> Iterator[Step]:
