@@ -357,11 +357,13 @@ def semantic(op: str, shape: ChunkShape | None = None) -> Graph:
     u = b.make("wu", "vb", ("mul", "v", "beta")) if kind.beta else "v"
     if kind.delta:
         b.make("kkt", "G", ("dot", row, ("t", column)))
-        b.make("kkt", "A", ("mul", masked("strict", "G"), "beta"))
+        scores = masked("strict", "G")
+        b.make("kkt", "A", ("mul", scores, "beta") if kind.beta else scores)
         b.make("solve", "T", ("invert", "A"))
-        weight: Expr = ("mul", "beta", "e") if kind.decay == "scalar" else "beta"
-        b.make("wu", "kb", ("mul", row, weight))
-        b.make("wu", "W", ("dot", "T", "kb"))
+        factors = ["beta"] * kind.beta + ["e"] * (kind.decay == "scalar")
+        weight: Expr = ("mul", *factors) if len(factors) == 2 else "".join(factors)
+        weighed = b.make("wu", "kb", ("mul", row, weight)) if factors else row
+        b.make("wu", "W", ("dot", "T", weighed))
         b.make("wu", "U", ("dot", "T", u))
         b.make("h", "WS", ("dot", "W", "S"))
         u = b.make("h", "u", ("sub", "U", "WS"))
