@@ -38,10 +38,9 @@ import transformers
 from torch import nn
 from tqdm import tqdm
 
-from fla_npu import __version__
+from fla_npu import __version__, enabled
 from fla_npu.assets import stdlib_text
 from fla_npu.integrations import convert
-from fla_npu.integrations.transformers import enabled
 from fla_npu.layers import GatedDeltaNet, KimiDeltaAttention
 
 

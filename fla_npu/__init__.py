@@ -1,5 +1,7 @@
 """fla_npu: the Flash Linear Attention API for Huawei Ascend NPUs, and fast on any CPU."""
 
+from typing import TYPE_CHECKING, Any
+
 from fla_npu._version import __version__
 from fla_npu.ops import (
     chunk_gated_delta_rule,
@@ -11,13 +13,27 @@ from fla_npu.ops import (
     recurrent_gated_delta_rule,
 )
 
+if TYPE_CHECKING:
+    from fla_npu.integrations.hook import disable, enable, enabled
+
 __all__ = [
     "__version__",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_kda",
+    "disable",
+    "enable",
+    "enabled",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
     "recurrent_gated_delta_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("disable", "enable", "enabled"):
+        from fla_npu.integrations import hook
+
+        return getattr(hook, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,6 +49,12 @@ def doctor(as_json: bool) -> None:
     for group in findings["on_npus"]:
         click.echo(f"ops on an NPU, were there one: {', '.join(group['chips'])}")
         _print_ops(group["ops"])
+    click.echo("fla_npu.enable()")
+    for name, route in findings["enable"]["routes"].items():
+        click.echo(f"  {name:<16}{route}")
+    for name, reason in findings["enable"]["skipped"].items():
+        click.echo(f"  {name:<16}left alone: {reason}")
+    click.echo(f"  {'at start-up':<16}{findings['enable']['startup'] or 'no: fla-npu install-hook makes it so'}")
     click.echo(f"precision of kernels\n  {findings['precision']}")
     click.echo("for an NPU")
     for line in findings["missing_for_npu"] or ["nothing is missing"]:
@@ -83,6 +89,7 @@ def examine() -> dict[str, Any]:
         "ops": devices[0]["ops"],
         "devices": devices,
         "on_npus": _on_npus(),
+        "enable": _enabling(),
         "precision": asked,
         "missing_for_npu": _missing_for_npu(installed, device),
         "note": NO_DEVICE_USED,
@@ -106,6 +113,17 @@ def _devices() -> list[dict[str, Any]]:
     count = npu.device_count() if npu is not None and npu.is_available() else 0
     names = {f"npu:{i}": npu.get_device_name(i) for i in range(count)} | {"cpu": None}
     return [{"device": device, "name": name, "ops": _choices(device)} for device, name in names.items()]
+
+
+def _enabling() -> dict[str, Any]:
+    """What `fla_npu.enable()` does here, and the file that calls it in every program, if there is one."""
+    from fla_npu.integrations import startup
+    from fla_npu.integrations.hook import enabled
+
+    with enabled() as report:
+        routes, skipped = dict(report.routes), dict(report.skipped)
+    file = startup.default_folder() / startup.FILE_NAME
+    return {"routes": routes, "skipped": skipped, "startup": str(file) if file.exists() else None}
 
 
 def _on_npus() -> list[dict[str, Any]]:

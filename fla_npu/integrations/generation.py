@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from fla_npu.integrations.transformers import Report, enabled, torch_path
+from fla_npu.integrations.hook import enabled
+from fla_npu.integrations.report import Report
+from fla_npu.integrations.transformers import OP_NAMES, OPS, torch_path
 
 LOGITS_BUDGET = 2**22
 """Most logits kept per piece of a prefill for a comparison, in elements: all positions of a byte model, the last few
@@ -199,7 +201,8 @@ def _run(
     with hook() as report:
         before = report.calls.copy()
         run = generate(model, ids, max_new_tokens, piece, **options)
-        run.calls = report.calls - before
+        made = report.calls - before
+        run.calls = Counter({name: count for name, count in made.items() if name in OP_NAMES or name in OPS})
     return run
 
 

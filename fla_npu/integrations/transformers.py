@@ -1,27 +1,22 @@
-"""The hook into transformers: its linear-attention layers call this package's ops while the hook is on.
+"""transformers' linear-attention layers, served by this package's ops.
 
-The layers of transformers call four functions that they look up, at every call, in the globals of their own modeling
-module. `enable()` rebinds those globals in every modeling module that is imported at that moment, so it works on
-models that are already built; import (or build, or load) the model first. `disable()` puts the original objects back.
-This holds for transformers 5.15 and later; older versions bind the functions when a layer is built.
+The layers call functions that they look up in the globals of their own modeling module: at every call since
+transformers 5.15, when a layer is built before that (and then from the layer). A hook rebinds those globals in every
+modeling module, and where layers keep the functions, in the layers that exist; undoing it puts the very same objects
+back.
 
-    from fla_npu.integrations.transformers import enabled
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with enabled() as report:
-        model.generate(...)
-    report.calls          # Counter({'fused_recurrent_gated_delta_rule': 15, 'chunk_gated_delta_rule': 6})
-
-This file imports transformers only when a hook is asked for.
+`fla_npu.enable()` lays one hook over all modeling modules, imported or to come; `torch_path()` lays another one for
+comparisons. This file imports transformers only when a hook is asked for.
 """
 
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
+import itertools
+import re
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,133 +26,229 @@ from typing import Any
 import torch
 
 from fla_npu.errors import MissingExtraError
+from fla_npu.integrations.report import Report, lock
+from fla_npu.modules.causal_conv1d.ops import ACTIVATIONS
 
-TARGETS = {
-    "torch_chunk_gated_delta_rule": "fla_npu.ops.gated_delta_rule:chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule": "fla_npu.ops.gated_delta_rule:fused_recurrent_gated_delta_rule",
+MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+"""Names of transformers' modeling modules."""
+
+CHUNK_GDN = "fla_npu.ops.gated_delta_rule:chunk_gated_delta_rule"
+RECURRENT_GDN = "fla_npu.ops.gated_delta_rule:fused_recurrent_gated_delta_rule"
+OPS = {
+    "torch_chunk_gated_delta_rule": CHUNK_GDN,
+    "torch_recurrent_gated_delta_rule": RECURRENT_GDN,
     "chunk_kimi_delta_attention": "fla_npu.ops.kda:chunk_kda",
     "recurrent_kimi_delta_attention": "fla_npu.ops.kda:fused_recurrent_kda",
+    # FLA's functions, where transformers up to 5.14 found FLA and a GPU; None otherwise.
+    "chunk_gated_delta_rule": CHUNK_GDN,
+    "fused_recurrent_gated_delta_rule": RECURRENT_GDN,
 }
 """Global of a modeling module -> the op of this package that serves it."""
 
+CONVOLUTIONS = {
+    "causal_conv1d_fn": "fla_npu.integrations.causal_conv1d:causal_conv1d_fn",
+    "causal_conv1d_update": "fla_npu.integrations.causal_conv1d:causal_conv1d_update",
+    "torch_causal_conv1d_update": "fla_npu.integrations.causal_conv1d:causal_conv1d_update",
+}
+"""The same for the short convolution; replaced only in modeling modules that have one of the ops."""
+
+PACKED = ("seq_idx", "cu_seq_lens_q")
+"""Keywords that tell the convolution of packed sequences."""
+
+OP_NAMES = frozenset(target.split(":")[1] for target in OPS.values())
+"""Names under which `Report.calls` counts calls of linear attention."""
+
+KEPT_BY_LAYERS = {
+    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
+    "causal_conv1d_fn": "causal_conv1d_fn",
+    "torch_causal_conv1d_update": "causal_conv1d_update",
+    "causal_conv1d_update": "causal_conv1d_update",
+}
+"""Global -> attribute in which a layer of transformers up to 5.14 keeps what it found there."""
+
 SERVED_DEVICES = ("cpu", "npu")
 
-
-@dataclass
-class Report:
-    """What a hook replaced and how often each op ran since."""
-
-    patched: list[str] = field(default_factory=list)
-    """`<modeling module>.<global>`, in the order of replacement."""
-    calls: Counter[str] = field(default_factory=Counter)
-    """Calls served, by op name. Calls inside a graph compiled by `torch.compile` are not counted."""
-    delegated: Counter[str] = field(default_factory=Counter)
-    """Calls passed on to the replaced function (another device, or `torch.export`), by the name of that function."""
+Maker = Callable[[str, Any, Report], Any]
+"""`(name of the global, original, report)` -> replacement, or the original itself to leave it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Patch:
     module: ModuleType
     name: str
-    original: Callable[..., Any]
-    replacement: Callable[..., Any]
+    original: Any
+    replacement: Any
+    order: int = field(default_factory=itertools.count().__next__)
+    """Later patches lie over earlier ones."""
 
 
-class _Hook:
-    """One set of replacements that can be extended and undone."""
+@dataclass(eq=False)
+class Hook:
+    """One set of replacements in modeling modules that can be extended and undone."""
 
-    def __init__(self, make: Callable[[str, Callable[..., Any], Report], Callable[..., Any]]) -> None:
-        self.make = make
-        self.report = Report()
-        self.patches: list[_Patch] = []
+    make: Maker
+    report: Report
+    patches: list[_Patch] = field(default_factory=list)
 
     def extend(self) -> None:
-        """Replace the targets in every imported modeling module that this hook has not replaced yet."""
-        if self not in _live:
-            _live.append(self)
-        replaced = {(patch.module.__name__, patch.name) for patch in self.patches}
-        for module in _modeling_modules():
-            for name in TARGETS:
-                original = vars(module).get(name)
-                if original is None or (module.__name__, name) in replaced:
+        """`attach` to every imported modeling module."""
+        modules = [
+            module
+            for name, module in list(sys.modules.items())
+            if MODELING.fullmatch(name) and isinstance(module, ModuleType)
+        ]
+        for module in modules:
+            if getattr(module.__spec__, "_initializing", False):
+                # Another thread is importing it, or this one: the former can be waited for.
+                importlib.import_module(module.__name__)
+        with lock:
+            if self not in _live:
+                _live.append(self)
+            for module in modules:
+                self.attach(module)
+
+    def attach(self, module: ModuleType) -> None:
+        """Replace the targets in a modeling module, those that this hook has not replaced yet."""
+        with lock:
+            if not any(callable(vars(module).get(name)) for name in OPS):
+                return
+            replaced = {patch.name for patch in self.patches if patch.module is module}
+            new = []
+            for name in (*OPS, *CONVOLUTIONS, "is_fast_path_available"):
+                if name not in vars(module) or name in replaced:
                     continue
-                patch = _Patch(module, name, original, self.make(name, original, self.report))
-                setattr(module, name, patch.replacement)
-                self.patches.append(patch)
-                self.report.patched.append(f"{module.__name__}.{name}")
+                original = vars(module)[name]
+                replacement = self.make(name, original, self.report)
+                if replacement is not original:
+                    setattr(module, name, replacement)
+                    new.append(_Patch(module, name, original, replacement))
+                    self.report.patched.append(f"{module.__name__}.{name}")
+            self.patches += new
+            if _layers_keep_functions(module):
+                _exchange(module, [(KEPT_BY_LAYERS.get(p.name), p.original, p.replacement) for p in new])
 
     def undo(self) -> None:
         """Put the originals back. Where another hook was laid over this one, it gets the original to put back."""
-        for patch in self.patches:
-            if vars(patch.module).get(patch.name) is patch.replacement:
-                setattr(patch.module, patch.name, patch.original)
-            for later in _live:
-                for over in later.patches:
-                    if over.original is patch.replacement:
-                        over.original = patch.original
-        self.patches.clear()
-        if self in _live:
-            _live.remove(self)
+        with lock:
+            for patch in self.patches:
+                over = [
+                    p
+                    for hook in _live
+                    for p in hook.patches
+                    if p.module is patch.module and p.name == patch.name and p.order > patch.order
+                ]
+                if over:
+                    min(over, key=lambda p: p.order).original = patch.original
+                elif vars(patch.module).get(patch.name) is patch.replacement:
+                    setattr(patch.module, patch.name, patch.original)
+            for module in {patch.module.__name__: patch.module for patch in self.patches}.values():
+                if _layers_keep_functions(module):
+                    mine = [p for p in self.patches if p.module is module]
+                    _exchange(module, [(KEPT_BY_LAYERS.get(p.name), p.replacement, p.original) for p in mine])
+            self.patches.clear()
+            if self in _live:
+                _live.remove(self)
 
 
-_lock = threading.RLock()
-_live: list[_Hook] = []
+_live: list[Hook] = []
 """Hooks with replacements in place, oldest first."""
-_active: _Hook | None = None
-_users = 0
-"""`enabled()` blocks that are open, in all threads."""
-_kept_on = False
-"""Whether `enable()` was called outside of such a block."""
 
 
-def enable() -> Report:
-    """Serve the linear-attention calls of every imported transformers model with this package's ops.
+def _layers_keep_functions(module: ModuleType) -> bool:
+    return "is_fast_path_available" in vars(module)
 
-    Idempotent: a second call only adds modeling modules that were imported in between, and returns the same report.
 
-    Raises:
-        MissingExtraError: transformers is not installed.
+def _exchange(module: ModuleType, changes: list[tuple[str | None, Any, Any]]) -> None:
+    """In all layers of a modeling module, attributes `(name, old, new)` from old to new."""
+    classes = tuple(
+        c
+        for c in vars(module).values()
+        if inspect.isclass(c) and issubclass(c, torch.nn.Module) and c.__module__ == module.__name__
+    )
+    for layer in [x for x in gc.get_objects() if issubclass(type(x), classes)]:
+        for name in {name for name, *_ in changes if name in vars(layer)}:
+            held = vars(layer)[name]
+            for new in [new for changed, old, new in changes if changed == name and old is held][:1]:
+                vars(layer)[name] = new
+
+
+def serve(name: str, original: Any, report: Report) -> Any:
+    """A stand-in for `original` that runs this package's function for it."""
+    if name == "is_fast_path_available":
+        return True
+    if name in OPS:
+        return None if original is None else _serve_op(name, original, report)
+    if original is None and name != "causal_conv1d_fn":
+        return None  # the torch twin is replaced, which layers take then
+    return _serve_convolution(name, original, report)
+
+
+def _serve_op(name: str, original: Callable[..., Any], report: Report) -> Callable[..., Any]:
+    """The layers pass every leftover keyword of the model's `forward`; as transformers does for FLA, only those that
+    the op's signature names are passed on.
     """
-    global _kept_on
-    _require_transformers()
-    with _lock:
-        _kept_on = True
-        return _extend().report
+    from transformers.utils.import_utils import is_torchdynamo_exporting
+
+    op = _load(OPS[name])
+    named = _keywords(op)
+
+    @functools.wraps(original)
+    def served(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or query.device.type not in SERVED_DEVICES or is_torchdynamo_exporting():
+            # Positional arguments beyond q, k, v would mean a caller that this hook does not know: their order differs
+            # between transformers and FLA.
+            report.count_delegated(name)
+            return original(query, key, value, *args, **kwargs)
+        report.count(op.__name__)
+        return op(query, key, value, **{option: setting for option, setting in kwargs.items() if option in named})
+
+    return served
 
 
-def disable() -> None:
-    """Undo `enable()`, also inside `enabled()` blocks. Does nothing when the hook is off."""
-    global _active, _kept_on
-    with _lock:
-        _kept_on = False
-        if _active is not None:
-            _active.undo()
-            _active = None
+def _serve_convolution(name: str, original: Callable[..., Any] | None, report: Report) -> Callable[..., Any]:
+    """In transformers up to 5.14, `causal_conv1d_fn` is None without the package; then there is none to delegate to."""
+    from transformers.utils.import_utils import is_torchdynamo_exporting
+
+    function = _load(CONVOLUTIONS[name])
+    named = _keywords(function)
+    # x, weight, bias; or x, conv_state, weight, bias, activation. Further on the order differs between callers.
+    positions = 2 if function.__name__ == "causal_conv1d_fn" else 4
+
+    def served(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        activation = args[3] if len(args) == 4 else kwargs.get("activation")
+        known = len(args) <= positions and x.device.type in SERVED_DEVICES and activation in ACTIVATIONS
+        if known and torch.compiler.is_compiling():
+            # A compiler fuses transformers' convolution; this package's would break the graph.
+            known = any(kwargs.get(bounds) is not None for bounds in PACKED)
+        if original is not None and (not known or is_torchdynamo_exporting()):
+            report.count_delegated(name)
+            return original(x, *args, **kwargs)
+        report.count(function.__name__)
+        return function(x, *args, **{option: setting for option, setting in kwargs.items() if option in named})
+
+    if original is None:
+        served.__wrapped__ = None  # type: ignore[attr-defined]  # for `torch_path`, which unwraps
+        return served
+    return functools.wraps(original)(served)
 
 
-def _extend() -> _Hook:
-    global _active
-    if _active is None:
-        _active = _Hook(_serve)
-    _active.extend()
-    return _active
+def _unwrapped(name: str, original: Any, report: Report) -> Any:
+    """The torch function that transformers decorated; those of the ops counted."""
+    if name == "is_fast_path_available":
+        return original
+    torch_function = inspect.unwrap(original)
+    if name not in OPS or torch_function is None:
+        return torch_function
 
+    @functools.wraps(torch_function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        report.count(name)
+        return torch_function(*args, **kwargs)
 
-@contextmanager
-def enabled() -> Iterator[Report]:
-    """`enable()` for the length of a `with` block, or longer if another block or an `enable()` keeps the hook on."""
-    global _users
-    _require_transformers()
-    with _lock:
-        _users += 1
-        report = _extend().report
-    try:
-        yield report
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0 and not _kept_on:
-                disable()
+    return run
 
 
 @contextmanager
@@ -165,73 +256,29 @@ def torch_path() -> Iterator[Report]:
     """Run transformers' own torch functions in this block, whatever else would serve the calls.
 
     Without this package, transformers looks for an installed `fla` when a modeling file is imported; comparisons that
-    mean "transformers' plain torch code" have to step past that, and past `enable()`.
+    mean "transformers' plain torch code" have to step past that, and past `fla_npu.enable()`.
 
     Raises:
         MissingExtraError: transformers is not installed.
     """
-    _require_transformers()
-    hook = _Hook(_unwrapped)
-    with _lock:
-        hook.extend()
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("transformers", "transformers")
+    hook = Hook(_unwrapped, Report())
+    hook.extend()
     try:
         yield hook.report
     finally:
-        with _lock:
-            hook.undo()
+        hook.undo()
 
 
-def _require_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("transformers", "transformers")
+def _load(target: str) -> Callable[..., Any]:
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def _modeling_modules() -> list[ModuleType]:
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("transformers.models.") and ".modeling_" in name and isinstance(module, ModuleType)
-    ]
-
-
-def _serve(name: str, original: Callable[..., Any], report: Report) -> Callable[..., Any]:
-    """A stand-in for `original` that runs the op of `TARGETS[name]`.
-
-    The layers pass every leftover keyword of the model's `forward`; as transformers does for FLA, only those that the
-    op's signature names are passed on.
-    """
-    from transformers.utils.import_utils import is_torchdynamo_exporting
-
-    module_name, op_name = TARGETS[name].split(":")
-    op = getattr(importlib.import_module(module_name), op_name)
-    named = frozenset(
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(
         parameter.name
-        for parameter in inspect.signature(op).parameters.values()
+        for parameter in inspect.signature(function).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     )
-
-    @functools.wraps(original)
-    def serve(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or query.device.type not in SERVED_DEVICES or is_torchdynamo_exporting():
-            # Positional arguments beyond q, k, v would mean a caller that this hook does not know: their order differs
-            # between transformers and FLA.
-            report.delegated[name] += 1
-            return original(query, key, value, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            # A compiled graph would be specialised on the count and recompiled at every call.
-            report.calls[op_name] += 1
-        return op(query, key, value, **{option: setting for option, setting in kwargs.items() if option in named})
-
-    return serve
-
-
-def _unwrapped(name: str, original: Callable[..., Any], report: Report) -> Callable[..., Any]:
-    """The torch function that transformers decorated, counted."""
-    torch_function = inspect.unwrap(original)
-
-    @functools.wraps(torch_function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        report.calls[name] += 1
-        return torch_function(*args, **kwargs)
-
-    return run

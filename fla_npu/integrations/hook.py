@@ -1,0 +1,175 @@
+"""`fla_npu.enable()`, `disable()` and `enabled()`: one switch for transformers, FLA and code written for FLA.
+
+| what is there          | what enabling does                                                                        |
+|------------------------|-------------------------------------------------------------------------------------------|
+| transformers           | its linear-attention layers call this package's ops, see `integrations.transformers`      |
+| FLA 0.6 or later       | it serves FLA's ops and layers on CPUs and NPUs, see `integrations.fla_backend`           |
+| no FLA                 | `import fla` gives this package, see `integrations.imports`                               |
+| no `causal_conv1d`     | `import causal_conv1d` gives `integrations.causal_conv1d`                                 |
+
+Modules that are imported later are taken care of when they are. Disabling leaves nothing behind.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
+from types import ModuleType
+
+from fla_npu.integrations import fla_backend, transformers
+from fla_npu.integrations.imports import STAND_INS, ImportHooks, installed_elsewhere
+from fla_npu.integrations.report import Report, lock
+
+FLA_DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
+
+
+class _Active:
+    """Everything that is in place while this package is enabled."""
+
+    def __init__(self) -> None:
+        self.report = Report()
+        self.transformers = transformers.Hook(transformers.serve, self.report)
+        self.fla = fla_backend.FlaHook(self.report)
+        self.imports = ImportHooks(_wanted, _is_unaware, self.attach)
+
+    def start(self) -> None:
+        _describe(self.report)
+        self.imports.install()
+
+    def extend(self) -> None:
+        self.transformers.extend()
+        self.fla.extend()
+
+    def attach(self, module: ModuleType) -> None:
+        if _is_modeling(module.__name__):
+            self.transformers.attach(module)
+        elif module.__name__ in fla_backend.TARGETS:
+            self.fla.attach(module)
+
+    def undo(self) -> None:
+        with lock:
+            self.imports.remove()
+            self.transformers.undo()
+            self.fla.undo()
+
+
+_switch = threading.RLock()
+_active: _Active | None = None
+_users = 0
+"""`enabled()` blocks that are open, in all threads."""
+_kept_on = False
+"""Whether `enable()` was called."""
+
+
+def enable() -> Report:
+    """Serve the linear attention of transformers, of FLA and of code written for FLA with this package.
+
+    From then on
+    * models of transformers 4.57 and later (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi-Linear, Ling, ...) run on this
+      package's ops, whether they are built already or come later;
+    * an installed FLA 0.6 or later hands its ops, and on a CPU its layers, to this package;
+    * where FLA is not installed, `import fla` gives this package, and where `causal_conv1d` is not, that name gives its
+      two functions: what the remote code of Kimi-Linear, Ling and AFM imports.
+
+    Only calls on CPU and NPU tensors are served; others go where they went before. Idempotent, and safe in any thread.
+
+    Returns:
+        A report of what was replaced, left alone and called. The same one until `disable()`.
+    """
+    global _kept_on
+    with _switch:
+        _kept_on = True
+        return _extend()
+
+
+def disable() -> None:
+    """Undo `enable()`, also inside `enabled()` blocks, and put back the very objects that were there before.
+
+    Modules imported meanwhile become what they would have been. Does nothing when nothing is enabled.
+    """
+    global _active, _kept_on
+    with _switch:
+        _kept_on = False
+        if _active is not None:
+            _active.undo()
+            _active = None
+
+
+@contextmanager
+def enabled() -> Iterator[Report]:
+    """`enable()` for the length of a `with` block, or longer if another block or an `enable()` keeps it on."""
+    global _users
+    with _switch:
+        _users += 1
+        try:
+            report = _extend()
+        except BaseException:
+            _leave()
+            raise
+    try:
+        yield report
+    finally:
+        with _switch:
+            _leave()
+
+
+def _leave() -> None:
+    global _users
+    _users -= 1
+    if _users == 0 and not _kept_on:
+        disable()
+
+
+def _extend() -> Report:
+    global _active
+    if _active is None:
+        # Known before it starts: looking for FLA may run a finder that enables, such as the one of a `.pth` file.
+        _active = _Active()
+        _active.start()
+    _active.extend()
+    return _active.report
+
+
+def _is_modeling(name: str) -> bool:
+    return transformers.MODELING.fullmatch(name) is not None
+
+
+def _is_unaware(name: str) -> bool:
+    """Modules that keep what they find under the names that are answered, and are served in another way."""
+    return _is_modeling(name) or name.startswith("fla.modules.causal_conv1d")
+
+
+def _wanted(name: str) -> bool:
+    return name in fla_backend.TARGETS or _is_unaware(name)
+
+
+def _describe(report: Report) -> None:
+    """Routes and reasons, for people."""
+    version = _version("transformers")
+    if version is None:
+        report.skipped["transformers"] = "not installed"
+    else:
+        report.routes["transformers"] = f"{version}: its linear-attention layers call fla_npu"
+    for name, (_, interface) in STAND_INS.items():
+        if not installed_elsewhere(name):
+            report.routes[name] = f"not installed: the name is answered by fla_npu, with the interface of {interface}"
+    if "causal_conv1d" not in report.routes:
+        report.skipped["causal_conv1d"] = "installed, for code that imports it"
+    if "fla" not in report.routes:
+        version = next(filter(None, map(_version, FLA_DISTRIBUTIONS)), None) or "of unknown version"
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers and tuple(map(int, numbers.groups())) < (0, 6):
+            report.skipped["fla"] = f"FLA {version} has no registry of backends yet: 0.6 has"
+        elif find_spec("triton") is None:
+            report.skipped["fla"] = f"FLA {version} is installed, and cannot be imported without triton"
+        else:
+            report.routes["fla"] = f"FLA {version}: fla_npu is a backend of its ops, and on a CPU serves its layers"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

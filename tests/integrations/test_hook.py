@@ -1,0 +1,317 @@
+"""`fla_npu.enable()`: names answered, modules imported meanwhile, threads, and that nothing is left behind."""
+
+import importlib
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import fla_npu
+from fla_npu.integrations import hook
+
+PATHS = [
+    *(
+        "ops",
+        "ops.kda",
+        "ops.kda.chunk",
+        "ops.kda.gate",
+        "ops.gated_delta_rule.fused_recurrent",
+        "layers",
+        "layers.utils",
+    ),
+    *("modules", "modules.l2norm", "modules.conv.causal_conv1d", "models.utils", "utils"),
+]
+MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
+
+
+@pytest.fixture
+def no_fla(monkeypatch):
+    """The state of an environment without FLA and causal_conv1d, whatever is installed here."""
+    if any(map(hook.installed_elsewhere, ("fla", "causal_conv1d"))):
+        pytest.skip("fla or causal_conv1d is installed: tests/integrations/test_fla_backend.py is for that")
+
+
+def imported(prefix: str) -> set[str]:
+    return {name for name in sys.modules if name == prefix or name.startswith(f"{prefix}.")}
+
+
+@pytest.fixture
+def forgotten_modeling_module():
+    """A modeling module that is not imported, as at the start of a program."""
+    import transformers
+
+    before = sys.modules.pop(MODELING, None)
+    package = transformers.models.qwen3_next
+    vars(package).pop("modeling_qwen3_next", None)
+    yield MODELING
+    sys.modules.pop(MODELING, None)
+    if before is not None:
+        sys.modules[MODELING] = package.modeling_qwen3_next = before
+
+
+@pytest.mark.usefixtures("no_fla")
+class TestNames:
+    def test_every_module_of_fla_is_the_one_of_fla_npu(self):
+        with fla_npu.enabled():
+            for path in PATHS:
+                module = importlib.import_module(f"fla.{path}")
+                assert module is sys.modules[f"fla_npu.{path}"]
+                assert module.__name__ == module.__spec__.name == f"fla_npu.{path}"
+            for name in imported("fla") - {"fla"}:
+                assert sys.modules[name] is sys.modules[f"fla_npu.{name.removeprefix('fla.')}"], name
+
+    def test_importing_leaves_the_packages_as_they_were(self):
+        conv = importlib.import_module("fla_npu.modules.conv")
+        function, spec = conv.causal_conv1d, conv.__spec__
+        with fla_npu.enabled():
+            importlib.import_module("fla.modules.conv.causal_conv1d")
+            importlib.import_module("fla.modules.conv.short_conv")
+            assert conv.causal_conv1d is function
+            assert conv.__spec__ is spec
+
+    def test_the_name_has_fla_s_version_and_finds_as_a_package(self):
+        from transformers.utils.import_utils import _is_package_available
+
+        with fla_npu.enabled():
+            import fla
+
+            assert fla.__version__ == "0.6.0"
+            assert fla.chunk_kda is fla_npu.chunk_kda
+            assert importlib.util.find_spec("fla").submodule_search_locations == []
+            available = _is_package_available("fla")
+            assert available[0] if isinstance(available, tuple) else available
+
+    def test_what_is_missing_stays_missing(self):
+        with fla_npu.enabled():
+            with pytest.raises(ModuleNotFoundError, match=r"No module named 'fla.nothing'"):
+                importlib.import_module("fla.nothing")
+            with pytest.raises(ModuleNotFoundError, match=r"fla.ops.nothing"):
+                importlib.import_module("fla.ops.nothing")
+            import fla
+
+            with pytest.raises(AttributeError, match="nothing"):
+                fla.nothing  # noqa: B018
+
+    def test_nothing_is_left_behind(self):
+        path, modules = list(sys.meta_path), imported("fla") | imported("causal_conv1d")
+        assert not modules
+        fla_npu.enable()
+        for name in ("causal_conv1d", "fla.ops.kda.chunk"):
+            importlib.import_module(name)
+        assert imported("fla") and imported("causal_conv1d")
+        fla_npu.disable()
+        assert sys.meta_path == path
+        assert not imported("fla") | imported("causal_conv1d")
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("fla")
+        assert fla_npu.ops.kda.chunk is sys.modules["fla_npu.ops.kda.chunk"]
+
+    def test_a_real_package_wins(self, tmp_path, monkeypatch):
+        (tmp_path / "fla").mkdir()
+        (tmp_path / "fla" / "__init__.py").write_text("__version__ = '9'\nimport causal_conv1d\n")
+        (tmp_path / "fla" / "ops.py").write_text("mine = True\n")
+        with fla_npu.enabled():
+            # Found after enabling: the finder asks again at every import.
+            monkeypatch.syspath_prepend(tmp_path)
+            import fla.ops
+
+            assert fla.__version__ == "9" and fla.ops.mine
+            assert imported("fla") == {"fla", "fla.ops"}
+        assert imported("fla") == {"fla", "fla.ops"}
+        del sys.modules["fla"], sys.modules["fla.ops"]
+
+    def test_a_real_package_is_named_in_the_report(self, tmp_path, monkeypatch):
+        for name in ("fla", "causal_conv1d"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(hook, "_version", {"fla-core": "0.5.2", "transformers": "5.24.0"}.get)
+        with fla_npu.enabled() as report:
+            assert report.skipped["fla"] == "FLA 0.5.2 has no registry of backends yet: 0.6 has"
+            assert report.skipped["causal_conv1d"].startswith("installed")
+            assert set(report.routes) == {"transformers"}
+
+
+class TestModulesImportedMeanwhile:
+    def test_are_served(self, forgotten_modeling_module):
+        report = fla_npu.enable()
+        module = importlib.import_module(forgotten_modeling_module)
+        assert f"{forgotten_modeling_module}.torch_chunk_gated_delta_rule" in report.patched
+        x, g = torch.randn(1, 5, 2, 8), -torch.rand(1, 5, 2)
+        module.torch_chunk_gated_delta_rule(x, x, x, g=g, beta=-g)
+        assert report.calls == {"chunk_gated_delta_rule": 1}
+
+    @pytest.mark.usefixtures("no_fla")
+    def test_become_what_they_would_have_been(self, forgotten_modeling_module, monkeypatch):
+        with fla_npu.enabled():
+            for name in ("causal_conv1d", "fla.ops.gated_delta_rule"):
+                importlib.import_module(name)
+            module = importlib.import_module(forgotten_modeling_module)
+            assert "fla.ops" in sys.modules  # hidden from the modeling module only
+        x, g = torch.randn(1, 5, 2, 8), -torch.rand(1, 5, 2)
+
+        def used(*args, **kwargs):
+            raise AssertionError("fla_npu was called")
+
+        # Would be found through a closure that the modeling module made from what `fla` was.
+        for owner, name in (
+            (fla_npu.ops.gated_delta_rule.chunk, "call"),
+            (fla_npu.integrations.causal_conv1d, "causal_conv1d"),
+        ):
+            monkeypatch.setattr(owner, name, used)
+        module.torch_chunk_gated_delta_rule(x, x, x, g=g, beta=-g)
+        module.causal_conv1d_fn(torch.randn(1, 8, 5), torch.randn(8, 4), activation="silu")
+        assert module.__spec__.loader is module.__loader__
+        assert type(module.__loader__).__name__ == "SourceFileLoader"
+
+
+class TestSwitch:
+    def test_blocks_nest_and_survive_exceptions(self):
+        path = list(sys.meta_path)
+        with fla_npu.enabled() as outer:
+            with pytest.raises(KeyError), fla_npu.enabled() as inner:
+                assert inner is outer
+                raise KeyError
+            assert sys.meta_path != path
+        assert sys.meta_path == path
+        with fla_npu.enabled() as later:
+            assert later is not outer
+
+    def test_disable_twice_is_disable_once(self):
+        path = list(sys.meta_path)
+        fla_npu.disable()
+        fla_npu.enable()
+        fla_npu.disable()
+        fla_npu.disable()
+        assert sys.meta_path == path
+
+    def test_disable_within_a_block_ends_it(self):
+        path = list(sys.meta_path)
+        with fla_npu.enabled():
+            fla_npu.disable()
+            assert sys.meta_path == path
+        assert sys.meta_path == path
+
+    def test_many_threads(self, forgotten_modeling_module):
+        path, before = list(sys.meta_path), set(sys.modules)
+        module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+        globals_before = dict(vars(module))
+        x, g = torch.randn(1, 3, 1, 4), -torch.rand(1, 3, 1)
+        failures, start = [], threading.Barrier(8)
+
+        def work(number: int) -> None:
+            try:
+                start.wait()
+                for _ in range(15):
+                    with fla_npu.enabled() as report:
+                        calls = report.calls["chunk_gated_delta_rule"]
+                        module.torch_chunk_gated_delta_rule(x, x, x, g=g, beta=-g)
+                        assert report.calls["chunk_gated_delta_rule"] > calls
+                        if number % 2:
+                            importlib.import_module(forgotten_modeling_module)
+                            importlib.import_module("fla_npu.ops.kda.gate")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not failures
+        assert sys.meta_path == path
+        assert vars(module) == globals_before
+        assert not {name for name in set(sys.modules) - before if name == "fla" or name.startswith("fla.")}
+
+    def test_an_import_in_another_thread_is_waited_for(self):
+        """A module that is being imported when `enable()` comes is served as well."""
+        name = "transformers.models.slow.modeling_slow"
+        running, go_on = threading.Event(), threading.Event()
+
+        class Slow(importlib.abc.Loader):
+            def exec_module(self, module):
+                running.set()
+                assert go_on.wait(30)
+                module.torch_chunk_gated_delta_rule = lambda query, key, value, **kwargs: None
+
+        class Finder(importlib.abc.MetaPathFinder):
+            def find_spec(self, fullname, path, target=None):
+                return importlib.machinery.ModuleSpec(name, Slow()) if fullname == name else None
+
+        parent = types.ModuleType("transformers.models.slow")
+        parent.__path__ = []
+        sys.modules[parent.__name__] = parent
+        sys.meta_path.insert(0, Finder())
+        try:
+            importing = threading.Thread(target=importlib.import_module, args=(name,))
+            importing.start()
+            assert running.wait(30)
+            threading.Timer(0.2, go_on.set).start()
+            report = fla_npu.enable()
+            importing.join(30)
+            assert f"{name}.torch_chunk_gated_delta_rule" in report.patched
+        finally:
+            go_on.set()
+            fla_npu.disable()
+            del sys.meta_path[0], sys.modules[name], sys.modules[parent.__name__]
+
+
+def test_finders_that_ask_all_others_do_not_ask_each_other_for_ever(forgotten_modeling_module):
+    class Delegates(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            return next(filter(None, specs), None)
+
+    delegates = Delegates()
+    report = fla_npu.enable()
+    sys.meta_path.insert(0, delegates)
+    try:
+        importlib.import_module(forgotten_modeling_module)
+    finally:
+        sys.meta_path.remove(delegates)
+    assert f"{forgotten_modeling_module}.torch_chunk_gated_delta_rule" in report.patched
+
+
+def test_a_finder_that_enables_while_enabling(monkeypatch):
+    class Enables(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name == "fla":
+                fla_npu.enable()
+
+    path = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", [Enables(), *path])
+    report = fla_npu.enable()
+    assert [type(finder).__name__ for finder in sys.meta_path].count("_First") == 1
+    assert fla_npu.enable() is report
+    fla_npu.disable()
+    assert sys.meta_path[1:] == path
+
+
+def test_works_without_transformers(tmp_path: Path):
+    code = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('transformers', 'triton'): raise ModuleNotFoundError(name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import fla_npu, fla_npu.integrations.hook as hook\n"
+        "hook._version = {}.get\n"
+        "report = fla_npu.enable()\n"
+        "print(report.skipped['transformers'], 'fla' in report.routes)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split("\n")[0] in ("not installed True", "not installed False")
+
+
+def test_enabling_imports_nothing_heavy():
+    code = (
+        "import sys, fla_npu; before = set(sys.modules); fla_npu.enable();"
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"transformers", "triton", "fla", "torch_npu"} & set(result.stdout.split())
