@@ -1,5 +1,12 @@
-"""FLA's path of the state cache."""
+"""FLA's path of the state cache and, with transformers, of the generation classes."""
 
 from fla_npu.models.cache_utils import Cache, FLACache, FLALayer
 
 __all__ = ["Cache", "FLACache", "FLALayer"]
+
+try:
+    from fla_npu.models.generation_utils import FLAGenerationMixin, FLAUnsupportedCacheGenerationMixin
+except ImportError:
+    pass
+else:
+    __all__ += ["FLAGenerationMixin", "FLAUnsupportedCacheGenerationMixin"]

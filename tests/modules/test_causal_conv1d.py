@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules import ShortConvolution, blockwise
-from fla_npu.modules.causal_conv1d import causal_conv1d, causal_conv1d_update, causal_conv1d_update_states
+from fla_npu.modules.causal_conv1d import (
+    causal_conv1d,
+    causal_conv1d_bwd,
+    causal_conv1d_fwd,
+    causal_conv1d_update,
+    causal_conv1d_update_states,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -325,3 +331,25 @@ def test_silu_matches_torch():
 def test_bounds_that_are_none_of_the_input(bounds):
     with pytest.raises(ValueError, match="cu_seqlens"):
         causal_conv1d(torch.ones(1, 6, 3), torch.ones(3, 4), cu_seqlens=torch.as_tensor(bounds))
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("bounds", [None, [0, 4, 9]])
+def test_forward_and_backward_on_their_own(bounds, with_state):
+    torch.manual_seed(0)
+    B, N = (2, 2) if bounds is None else (1, 2)
+    x, residual, dy = (torch.randn(B, 9, 3, dtype=torch.float64) for _ in range(3))
+    weight, bias = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    state, dht = (torch.randn(N, 3, 4, dtype=torch.float64) if with_state else None for _ in range(2))
+    leaves = [t for t in (x, weight, bias, residual, state) if t is not None]
+    y, final_state = definition(*(t.requires_grad_() for t in leaves), activation="silu", cu_seqlens=bounds)
+    wanted = torch.autograd.grad((y, final_state) if with_state else y, leaves, (dy, dht) if with_state else dy)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    got_y, got_state = causal_conv1d_fwd(x, weight, bias, residual, state, True, "silu", cu_seqlens)
+    assert not got_y.requires_grad
+    torch.testing.assert_close(got_y, y.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got_state, final_state.detach(), rtol=1e-12, atol=1e-12)
+    got = causal_conv1d_bwd(x, dy, dht, weight, bias, residual, state, "silu", cu_seqlens)
+    assert len(got) == 5 and (got[4] is None) == (state is None)
+    for a, b in zip(got, wanted, strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

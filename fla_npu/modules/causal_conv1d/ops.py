@@ -110,6 +110,78 @@ def causal_conv1d(
     return y.view(shape), final_state
 
 
+def causal_conv1d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    layout_fallback: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`causal_conv1d` without autograd; the last three are accepted for FLA's sake."""
+    with torch.no_grad():
+        return causal_conv1d(
+            x,
+            weight,
+            bias,
+            residual,
+            initial_state,
+            output_final_state,
+            activation,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+        )
+
+
+def causal_conv1d_bwd(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    dht: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    layout_fallback: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `causal_conv1d` from those of its results, dy and dht (or None).
+
+    Returns:
+        Of x, weight, bias, residual and initial_state, each with its shape and dtype, or None where that is None. The
+        last three arguments are accepted for FLA's sake.
+    """
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual, "initial_state": initial_state}
+    leaves: dict[str, Any] = {name: None if t is None else t.detach().requires_grad_() for name, t in given.items()}
+    with torch.enable_grad():
+        y, final_state = causal_conv1d(
+            **leaves,
+            output_final_state=dht is not None,
+            activation=activation,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+        )
+    results = [(y, dy)] if dht is None or final_state is None else [(y, dy), (final_state, dht)]
+    gradients = iter(
+        torch.autograd.grad(
+            [result for result, _ in results],
+            [leaf for leaf in leaves.values() if leaf is not None],
+            [d.to(result.dtype) for result, d in results],
+            materialize_grads=True,
+        )
+    )
+    return tuple(None if leaf is None else next(gradients) for leaf in leaves.values())
+
+
 def causal_conv1d_update(
     x: torch.Tensor,
     cache: torch.Tensor,

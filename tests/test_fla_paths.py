@@ -1,0 +1,160 @@
+"""Where FLA 0.6.0 keeps what belongs to the delta-rule family: the same import works here.
+
+Checked by hand against the installed FLA, which has every name of the table. Not in it: ops and layers of other
+families (delta rule, GLA, simple GLA, retention, Mamba-2; RWKV's token shift, Hyena's convolutions, BitNet's linear
+maps), parts of FLA's kernels (`chunk_fwd`, `wy_fast`, ...), its registry of backends and context parallelism.
+"""
+
+import importlib
+
+import pytest
+
+import fla_npu
+
+CONVOLUTION = " ".join(
+    ["ShortConvolution", "causal_conv1d", *(f"causal_conv1d_{x}" for x in ("fwd", "bwd", "update", "update_states"))]
+)
+PATHS = {
+    "ops": (
+        "chunk_gated_delta_rule chunk_gdn fused_recurrent_gated_delta_rule fused_recurrent_gdn chunk_kda "
+        "fused_recurrent_kda"
+    ),
+    "ops.gated_delta_rule": (
+        "chunk_gated_delta_rule chunk_gdn fused_recurrent_gated_delta_rule fused_recurrent_gdn "
+        "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule"
+    ),
+    "ops.gated_delta_rule.chunk": "chunk_gated_delta_rule",
+    "ops.gated_delta_rule.fused_recurrent": "fused_recurrent_gated_delta_rule",
+    "ops.gated_delta_rule.naive": "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule",
+    "ops.gated_delta_rule.gate": "naive_gdn_gate fused_gdn_gate gdn_gate_fwd gdn_gate_bwd gdn_gate_chunk_cumsum",
+    "ops.kda": "chunk_kda fused_recurrent_kda",
+    "ops.kda.chunk": "chunk_kda",
+    "ops.kda.fused_recurrent": "fused_recurrent_kda fused_recurrent_kda_fwd",
+    "ops.kda.naive": "naive_recurrent_kda naive_chunk_kda",
+    "ops.kda.gate": (
+        "naive_kda_gate naive_kda_lowerbound_gate fused_kda_gate kda_gate_fwd kda_gate_bwd kda_gate_chunk_cumsum"
+    ),
+    "ops.gdn2": "chunk_gdn2 fused_recurrent_gdn2 naive_chunk_gdn2 naive_recurrent_gdn2",
+    "ops.gated_delta_product": "chunk_gated_delta_product",
+    "ops.gated_delta_product.naive": "naive_recurrent_gated_delta_product",
+    "ops.common.gate": "fused_beta_sigmoid fused_beta_sigmoid_fwd fused_beta_sigmoid_bwd",
+    "ops.utils": (
+        "prepare_lens prepare_lens_from_mask prepare_cu_seqlens_from_lens prepare_cu_seqlens_from_mask "
+        "prepare_position_ids prepare_sequence_ids prepare_token_indices prepare_chunk_indices "
+        "prepare_chunk_offsets prepare_chunk_indices_static get_max_num_splits pack_sequence "
+        "unpack_sequence chunk_local_cumsum chunk_global_cumsum solve_tril mean_pooling matmul addmm "
+        "softmax_fwd softmax_bwd logsumexp_fwd"
+    ),
+    "ops.utils.index": (
+        "prepare_lens prepare_chunk_indices prepare_cu_seqlens_from_mask prepare_lens_from_mask "
+        "prepare_chunk_offsets prepare_position_ids prepare_sequence_ids prepare_token_indices "
+        "prepare_cu_seqlens_from_lens"
+    ),
+    "ops.utils.cumsum": "chunk_local_cumsum chunk_global_cumsum",
+    "ops.utils.pack": "pack_sequence unpack_sequence",
+    "ops.utils.solve_tril": "solve_tril",
+    "ops.utils.pooling": "mean_pooling",
+    "ops.utils.softmax": "softmax_fwd softmax_bwd",
+    "ops.utils.logsumexp": "logsumexp_fwd",
+    "ops.utils.matmul": "matmul addmm",
+    "ops.utils.constant": "RCP_LN2",
+    "modules": (
+        "ShortConvolution RMSNorm LayerNorm GroupNorm L2Norm RMSNormLinear LayerNormLinear "
+        "GroupNormLinear FusedRMSNormGated FusedLayerNormGated FusedRMSNormSwishGate "
+        "FusedLayerNormSwishGate FusedRMSNormSwishGateLinear FusedLayerNormSwishGateLinear GatedMLP "
+        "RotaryEmbedding FusedCrossEntropyLoss FusedKLDivLoss FusedLinearCrossEntropyLoss"
+    ),
+    "modules.l2norm": "l2norm l2_norm l2norm_fwd l2norm_bwd L2Norm",
+    "modules.norm.l2norm": "l2norm l2_norm l2norm_fwd l2norm_bwd L2Norm",
+    "modules.layernorm": (
+        "RMSNorm LayerNorm GroupNorm RMSNormLinear LayerNormLinear GroupNormLinear rms_norm layer_norm "
+        "group_norm rms_norm_linear layer_norm_linear group_norm_linear"
+    ),
+    "modules.norm.layernorm": "RMSNorm LayerNorm GroupNorm",
+    "modules.layernorm_gated": "RMSNormGated LayerNormGated rmsnorm_fn layernorm_fn",
+    "modules.fused_norm_gate": (
+        "FusedRMSNormGated FusedLayerNormGated rms_norm_gated layer_norm_gated "
+        "rms_norm_swish_gate_linear layer_norm_swish_gate_linear FusedRMSNormGatedLinear "
+        "FusedLayerNormGatedLinear"
+    ),
+    "modules.norm": "RMSNorm LayerNorm GroupNorm L2Norm FusedRMSNormGated LayerNormGated RMSNormGated",
+    "modules.activations": (
+        "ACT2FN swish sigmoid swiglu sigmoidglu powglu swiglu_linear sigmoidglu_linear powglu_linear "
+        "logsigmoid sqrelu elu_p1 fast_gelu_impl bias_gelu_impl"
+    ),
+    "modules.fused_cross_entropy": "FusedCrossEntropyLoss cross_entropy_loss",
+    "modules.fused_linear_cross_entropy": "FusedLinearCrossEntropyLoss fused_linear_cross_entropy_loss",
+    "modules.fused_kl_div": "FusedKLDivLoss fused_kl_div_loss",
+    "modules.rotary": "RotaryEmbedding rotary_embedding",
+    "modules.l2warp": "l2_warp",
+    "modules.mlp": "GatedMLP SwiGLULinear",
+    "layers": "GatedDeltaNet KimiDeltaAttention GatedDeltaNet2 GatedDeltaProduct",
+    "layers.gated_deltanet": "GatedDeltaNet",
+    "layers.kda": "KimiDeltaAttention",
+    "layers.attn": "Attention",
+    "layers.gdn2": "GatedDeltaNet2",
+    "layers.gated_deltaproduct": "GatedDeltaProduct",
+    "layers.utils": (
+        "get_unpad_data index_first_axis index_put_first_axis pad_input unpad_input unpad_hidden_states "
+        "repad_hidden_states get_layer_cache update_layer_cache require_cache_layer_idx"
+    ),
+    "models": ("GatedDeltaNetConfig GatedDeltaNetModel GatedDeltaNetForCausalLM KDAConfig KDAModel KDAForCausalLM"),
+    "models.gated_deltanet": "GatedDeltaNetConfig GatedDeltaNetModel GatedDeltaNetForCausalLM",
+    "models.kda": "KDAConfig KDAModel KDAForCausalLM",
+    "models.gated_deltanet.modeling_gated_deltanet": (
+        "GatedDeltaNetModel GatedDeltaNetBlock GatedDeltaNetPreTrainedModel GatedDeltaNetForCausalLM"
+    ),
+    "models.kda.modeling_kda": "KDAModel KDABlock KDAPreTrainedModel KDAForCausalLM",
+    "models.gated_deltanet.configuration_gated_deltanet": "GatedDeltaNetConfig",
+    "models.kda.configuration_kda": "KDAConfig",
+    "models.utils": "Cache FLACache FLALayer FLAGenerationMixin",
+    "models.cache_utils": "Cache FLACache FLALayer",
+    "models.generation_utils": "FLAGenerationMixin FLAUnsupportedCacheGenerationMixin",
+    "models.configuration_utils": "parse_attention_config get_attention_spec AttentionConfig",
+    "models.modeling_utils": "get_attention FLAPreTrainedModel FLAModel FLAForCausalLM",
+    "utils": (
+        "device device_platform device_name device_torch_lib IS_NPU IS_NVIDIA IS_AMD IS_INTEL "
+        "assert_close get_err_ratio get_abs_err input_guard contiguous tensor_cache autocast_custom_fwd "
+        "autocast_custom_bwd deprecate_kwarg checkpoint"
+    ),
+} | dict.fromkeys(
+    (
+        "modules.causal_conv1d",
+        "modules.causal_conv1d.ops",
+        "modules.conv",
+        "modules.conv.causal_conv1d",
+        "modules.conv.short_conv",
+        "modules.conv.triton",
+        "modules.conv.triton.ops",
+        "modules.convolution",
+    ),
+    CONVOLUTION,
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_path(path):
+    module = importlib.import_module(f"fla_npu.{path}")
+    missing = [name for name in PATHS[path].split() if not hasattr(module, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("package", ["ops.utils", "modules", "modules.norm", "models"])
+def test_exports_are_sorted_and_there(package):
+    module = importlib.import_module(f"fla_npu.{package}")
+    assert list(module.__all__) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_one_name_is_one_object():
+    from fla_npu import models, modules
+    from fla_npu.models import utils
+    from fla_npu.models.cache_utils import Cache
+    from fla_npu.modules import fused_cross_entropy, layernorm, rotary
+
+    assert utils.Cache is Cache
+    assert layernorm.LayerNorm is modules.LayerNorm is modules.norm.LayerNorm
+    assert rotary.RotaryEmbedding is modules.RotaryEmbedding
+    assert fused_cross_entropy.FusedCrossEntropyLoss is modules.FusedCrossEntropyLoss
+    assert models.gated_deltanet.GatedDeltaNetModel is models.GatedDeltaNetModel
+    assert fla_npu.chunk_kda is fla_npu.ops.kda.chunk.chunk_kda
