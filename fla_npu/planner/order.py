@@ -674,11 +674,9 @@ def _fits(needed: Mapping[Space, int], chip: Chip) -> bool:
 def _lacking(model: _Model, chip: Chip) -> tuple[Space, int] | None:
     """A memory that is too small for a single operator with the static places, and the bytes needed."""
     sizes = capacities(chip)
-    for needed in model.least(model.reserve(1)):
-        for space, size in zip(SPACES, _unpacked(needed), strict=True):
-            if size > sizes.get(space, size):
-                return space, size
-    return None
+    needed = zip(*map(_unpacked, model.least(model.reserve(1))), strict=True)
+    most = {space: max(some) for space, some in zip(SPACES, needed, strict=True)}
+    return next(((space, most[space]) for space, size in sizes.items() if most[space] > size), None)
 
 
 class _Gap(NamedTuple):
@@ -798,8 +796,9 @@ def _spilled(ordered: Ordered, chip: Chip) -> Ordered | None:
         alive = occupancy(found.graph, found.order, found.buffers)["UB"]
         full = next(at for at, size in zip(stands, alive, strict=True) if size > sizes["UB"])
         for gap in gaps:
-            # The old state's second place is taken during all steps.
-            if gap not in used and (gap.tensor == state or gap.after < full < gap.until):
+            # The old state's second place is taken during all steps. A tensor stored before a step may be written over
+            # in it.
+            if gap not in used and (gap.tensor == state or gap.after <= full < gap.until):
                 more = tuple(sorted((*used, gap)))
                 heappush(heap, (_spill_bytes(ordered.graph, more), more))
     raise AssertionError("all gaps together fit")
