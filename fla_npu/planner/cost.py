@@ -9,7 +9,7 @@ Traffic, arithmetic and memory are counted; no constant is in them. Time is mode
   from global memory, one stores to it, one multiplies, one computes vectors and moves tensors between the units. An
   operator starts when its engine is free and its inputs are there. The inputs of a chunk are loaded while the one
   before is computed. What a chunk adds once all engines are in step is its time (`Step.seconds`); a stage that takes
-  chunk by chunk overlaps nothing with the next one (`Step.first`).
+  chunk by chunk overlaps nothing with the next one (`Step.first`), unless its kernel loops over them.
 * An operator takes what its bytes or products take at the chip's rates, and `Machine.operator` for its issue and the
   flag that it waits for. Solve is a chain of such operators (`solve_steps`).
 * An item (a chunk, a segment, a head) takes `Machine.item` besides; a launch takes `Machine.launch`.
@@ -60,12 +60,17 @@ class Machine:
     """Start and end of an item that a core takes from a launch."""
     launch: float
     """Submission of a launch."""
+    loops: bool = False
+    """Whether a core takes chunks in a loop that loads the next one early, as a persistent kernel does."""
 
 
-MACHINE = Machine(operator=0.69e-6, item=23.7e-6, launch=45e-6)
-"""Of the paper's 310P. `operator` and `item` are fitted on the four GDN latencies of Figure 18, see
-`published.calibrate`. `launch` matters for separate operators alone and is fitted on one point of Figure 13, GDN with
-512 tokens and 16 heads. Other chips are given the same: nothing tells theirs."""
+MACHINE = Machine(operator=0.677e-6, item=23.4e-6, launch=36.4e-6)
+"""Of the paper's kernels on the 310P. `operator` and `item` are fitted on the four GDN latencies of Figure 18;
+`launch`, which matters for separate operators alone, on one point of Figure 13. See `published.calibrate`."""
+
+TRITON = replace(MACHINE, item=0.0, loops=True)
+"""Of persistent Triton kernels, hence of every chip that has them: their cores loop over chunks. Nothing is fitted; the
+published times of six such kernels on a 910B2 are in `published.rows`."""
 
 SCHEDULE_FIXED: Mapping[str, int] = MappingProxyType({"none": 209, "scalar": 209, "channel": 577})
 """Columns that cost as much as what a chunk takes whatever its columns, by kind of decay. From compiled programs:
@@ -132,7 +137,7 @@ def cost(
         lengths: tokens of each sequence.
         shape: sizes and dtypes of a chunk.
         variant: of the head mapping, see `Variant`; others have one.
-        machine: instead of `MACHINE`.
+        machine: instead of `machine_of(chip)`.
 
     Raises:
         ValueError: an argument is not among those named here, or there is nothing to compute.
@@ -144,7 +149,7 @@ def cost(
         raise ValueError(f"heads must be a positive int, got {heads!r}")
     if not lengths or any(type(one) is not int or one < 1 for one in lengths):
         raise ValueError(f"lengths must be positive ints, at least one, got {lengths!r}")
-    call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine or MACHINE)
+    call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine or machine_of(chip))
     return call.cost()
 
 
@@ -301,7 +306,10 @@ class _Call:
         cores, chunks = self.chip.aicores, self._chunks()
         if not stage.carries:
             step = self._step(stage, self.shape.V)
-            return -(-visits // cores) * (self.machine.item + step.first)
+            items = -(-visits // cores)
+            if self.machine.loops:
+                return step.first + (items - 1) * step.seconds
+            return items * (self.machine.item + step.first)
         if stage.visits == "ahead":
             lengths = [WARMUP] * self._ahead()
         else:
@@ -320,6 +328,11 @@ class _Call:
         total = _memory(self.chip)
         macs = sum(graph.macs(one) for one in stage.operators)
         return self._visits(stage) * max(moved / total, macs / (_macs(self.chip) * self.chip.aicores))
+
+
+def machine_of(chip: Chip) -> Machine:
+    """The figures that a chip's table does not have."""
+    return TRITON if chip.triton else MACHINE
 
 
 def schedule_cost(op: str) -> ScheduleCost:
