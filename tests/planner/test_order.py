@@ -402,6 +402,13 @@ def test_spills_are_the_cheapest(graph: Graph, buffers: int, part: float):
             fit(graph, on, order, buffers)
 
 
+def copy_of(size: int) -> Graph:
+    """A graph that brings so many bytes to UB."""
+    tensors = {"x": Tensor("x", (1, size // 2), "fp16", "input", "GM"), "t": Tensor("t", (1, size // 2), "fp16")}
+    tensors["t"] = replace(tensors["t"], space="UB")
+    return verify(Graph("random", ChunkShape(), tensors, (Operator("t", ("move", "x"), "x", "move"),)))
+
+
 def test_an_impossible_shape_says_what_would_fit():
     # The step of the output: S, QS and Pu in fp32, o in fp16, e.
     assert 590080 == (128 * 512 + 2 * 64 * 512) * 4 + 64 * 512 * 2 + 64 * 4
@@ -411,9 +418,11 @@ def test_an_impossible_shape_says_what_would_fit():
         match=r"^gdn with C=64, K=128, V=512 needs 590080 bytes of UB, 310P has 262144; C=64, K=128, V=128 fits$",
     ):
         fit(graph, P310)
-    wide = graph_of("gdn", chip("910B3"), ChunkShape(K=256, V=256))
-    with pytest.raises(ValueError, match=r"needs 262144 bytes of L0C, 910B3 has 131072; C=64, K=256, V=128 fits$"):
-        fit(wide, chip("910B3"))
+    wide = graph_of("gdn", chip("910B3"), ChunkShape(K=256))
+    with pytest.raises(ValueError, match=r"needs 131072 bytes of L0C, 910B4 has 65536; C=64, K=256, V=64 fits$"):
+        fit(wide, replace(chip("910B4"), l0c_bytes=64 * KIB))
+    with pytest.raises(ValueError, match=r"^random with C=64, K=128, V=128 needs 512 bytes of UB, 310P has 511$"):
+        fit(copy_of(512), replace(P310, ub_bytes=511))
 
 
 def test_two_vector_cores_hold_a_chunk_together():
