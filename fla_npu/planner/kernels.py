@@ -138,6 +138,9 @@ def _deal(
     tokens: int,
     lengths: tuple[int, ...] | None,
 ) -> Deal:
+    # With it comes the whole planner, which `import fla_npu` should not wait for.
+    from fla_npu.planner.cost import schedule_cost
+
     cost = schedule_cost(op)
     if lengths is None:
         length = tokens // max(sequences, 1)
@@ -170,7 +173,3 @@ def _cut(length: int, parts: int, chunk: int) -> tuple[int, ...]:
     parts = max(1, min(parts, chunks // SHORTEST))
     ends = [min(length, chunks * part // parts * chunk) for part in range(parts + 1)]
     return tuple(b - a for a, b in pairwise(ends) if b > a)
-
-
-def schedule_cost(op: str) -> Cost:
-    return Cost()

@@ -18,7 +18,7 @@ from fla_npu.ops.common.configs import Config, pad, tile_size
 from fla_npu.planner import kernels
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
-from fla_npu.planner.cost import Variant, cost
+from fla_npu.planner.cost import Variant, cost, schedule_cost
 from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, ChunkShape, Expr, Graph, Unit, placed, rewritten, semantic
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
 from fla_npu.planner.layout import Layout, plan_layouts
@@ -221,7 +221,7 @@ class Plan:
     def timeline(self) -> Iterator[tuple[Span, ...]]:
         """What each core does, one core after another."""
         schedule, chunk = self.deal().schedule, self.config.chunk
-        cost = kernels.schedule_cost(self.request.op)
+        item_cost = schedule_cost(self.request.op)
         split = schedule.split
         for core in range(schedule.cores):
             spans, now = [], 0
@@ -230,7 +230,9 @@ class Plan:
                 # A tile may be as wide as what is left of the last unit, but then it does not begin one.
                 left = min(split.width, schedule.value_dim - item.column)
                 whole = item.column % split.width == 0 and item.columns == left
-                spans.append(Span(item, whole, now, now := now + cost(chunks, split.width if whole else split.tile)))
+                spans.append(
+                    Span(item, whole, now, now := now + item_cost(chunks, split.width if whole else split.tile))
+                )
             yield tuple(spans)
 
     def to_kernel_config(self) -> KernelPlan:
