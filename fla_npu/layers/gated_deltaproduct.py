@@ -23,7 +23,8 @@ class GatedDeltaProduct(DeltaLayer):
         head_dim: K.
         num_heads: H.
         num_v_heads: HV, a multiple of H; H when None.
-        mode: op for long inputs in inference, `"chunk"` or `"fused_recurrent"`; training needs `"chunk"`.
+        mode: op for long inputs in inference, `"chunk"` or `"fused_recurrent"`; training needs `"chunk"`. They
+            differ on NPUs only.
         use_output_gate: gate the normalised output.
         use_short_conv: convolve q, k and v over time; otherwise they only get the silu.
         conv_size, conv_bias: of the convolutions.
@@ -108,7 +109,7 @@ class GatedDeltaProduct(DeltaLayer):
         beta = 2 * beta if self.allow_neg_eigval else beta
         k, v, beta = (x.unflatten(2, (self.num_householder, -1)).flatten(1, 2) for x in (k, v, beta))
         g = fused_gdn_gate(self.a_proj(hidden_states), self.A_log, self.dt_bias) if self.use_forget_gate else None
-        if mode == "chunk":
+        if mode == "chunk" or q.device.type != "npu":
             return chunk_gated_delta_product(
                 q=q,
                 k=k,
@@ -131,7 +132,10 @@ class GatedDeltaProduct(DeltaLayer):
         cu_seqlens: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The recurrent op, to which every update is a token: the first of them decays, the last one reads."""
+        """The recurrent op, to which every update is a token: the first of them decays, the last one reads.
+
+        On NPUs it is one launch of a kernel. The other op works on all updates of a token at once, on any device.
+        """
         n = self.num_householder
         rows = q.new_zeros(*k.shape[:2], *q.shape[2:])
         rows[:, n - 1 :: n] = q

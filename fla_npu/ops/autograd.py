@@ -27,8 +27,7 @@ def eager(problem: Problem) -> Result:
     if gradients_wanted(tensors):
         kept = KeptStates() if options.keep_states else None
         return with_gradients(partial(chunked_forward, kept=kept), problem, kept)
-    one_each = tensors.q.shape[1] == options.updates == 1 and cu_seqlens is None
-    one_each = one_each and not options.return_intermediate_states
+    one_each = tensors.q.shape[1] == 1 and cu_seqlens is None and not options.return_intermediate_states
     return decode(problem) if one_each else chunked_forward(problem)
 
 

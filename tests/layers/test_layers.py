@@ -451,7 +451,7 @@ def test_mode_rule_and_op_arguments(cls, mode, T, grad, training, expected, monk
     with torch.set_grad_enabled(grad):
         layer(torch.randn(1, T, HIDDEN))
     ((name, kwargs),) = calls
-    assert name == expected
+    assert name == ("chunk" if cls is GatedDeltaProduct else expected)  # its recurrent op is for NPUs
     assert kwargs["use_qk_l2norm_in_kernel"] is True and kwargs["output_final_state"] is False
     if cls in (GatedDeltaNet2, GatedDeltaProduct):
         updates = 2 if cls is GatedDeltaProduct else 1
@@ -468,6 +468,30 @@ def test_mode_rule_and_op_arguments(cls, mode, T, grad, training, expected, monk
     assert kwargs["A_log"] is layer.A_log and kwargs["dt_bias"] is layer.dt_bias
     assert kwargs["q"].shape == (1, T, 2, 8) and kwargs["output_final_state"] is False
     assert ("safe_gate" in kwargs) == (cls is KimiDeltaAttention and expected == "chunk")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_householder": 3, "num_v_heads": 4}, {"use_forget_gate": False}], ids=str)
+def test_updates_as_tokens_of_the_recurrent_op(options, monkeypatch):
+    """What `GatedDeltaProduct` does on NPUs for short inputs."""
+    layer = GatedDeltaProduct(**SMALL, **options).eval()
+    x = torch.randn(1, 12, HIDDEN)
+    layer_on_npus = copy.deepcopy(layer)
+
+    def attend(mode, q, k, v, hidden_states, **rest):
+        def by_tokens(num_householder, use_qk_l2norm_in_kernel, **arguments):
+            return layer_on_npus._token_by_token(**arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(product_module, "chunk_gated_delta_product", by_tokens)
+            return GatedDeltaProduct.attend(layer_on_npus, mode, q, k, v, hidden_states, **rest)
+
+    monkeypatch.setattr(layer_on_npus, "attend", attend)
+    with torch.no_grad():
+        for cu_seqlens in (None, torch.tensor([0, 1, 1, 7, 12])):
+            ours, theirs = Cache(), Cache()
+            feed = {"cu_seqlens": cu_seqlens, "use_cache": True}
+            close(layer_on_npus(x, past_key_values=ours, **feed)[0], layer(x, past_key_values=theirs, **feed)[0])
+            close(ours[0]["recurrent_state"], theirs[0]["recurrent_state"])
 
 
 @pytest.mark.parametrize(

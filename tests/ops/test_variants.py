@@ -242,25 +242,29 @@ def test_naive_names():
 
 
 @st.composite
-def calls(draw: st.DrawFn, op: str, longest: int = 300, narrowest: int = 1) -> Arguments:
+def calls(
+    draw: st.DrawFn, op: str, cases: tuple[str, ...] = CASES, longest: int = 400, narrowest: int = 1
+) -> Arguments:
     """Any legal call of moderate size."""
+    n = draw(st.sampled_from([1, 2, 2, 3, 4, 5, 70]))
+    longest //= 1 if op in GDN2 else n
     bounds = None
     if draw(st.booleans()):
         bounds = [0]
         for piece in draw(st.lists(st.sampled_from([0, 0, 1, 1, 2, 15, 31, 32, 33, 64, 65]), min_size=1, max_size=5)):
-            bounds.append(bounds[-1] + piece)
+            bounds.append(min(bounds[-1] + piece, max(longest, 1)))
     H, HV = draw(st.sampled_from([(1, 1), (2, 2), (1, 3), (2, 4)]))
     options: Arguments = {"scale": 0.3} if draw(st.booleans()) else {}
     return make_call(
         op,
-        draw(st.sampled_from(CASES)),
+        draw(st.sampled_from(cases)),
         B=draw(st.sampled_from([1, 2])),
-        T=min(longest, draw(st.sampled_from([0, 1, 2, 21, 22, 31, 32, 33, 63, 64, 65, 130, 200]))),
+        T=min(max(longest, 1), draw(st.sampled_from([0, 1, 2, 21, 22, 31, 32, 33, 63, 64, 65, 130, 200]))),
         H=H,
         HV=HV,
         K=draw(st.sampled_from([narrowest, 12, 16, 60, 96])),
         V=draw(st.sampled_from([1, 12, 16, 60, 100])),
-        n=draw(st.sampled_from([1, 2, 2, 3, 4, 5, 70])),
+        n=n,
         dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16])),
         seed=draw(st.integers(0, 9)),
         bounds=bounds,
@@ -412,11 +416,13 @@ def test_intermediate_states(v_first: bool, bounds: list[int] | None):
 @settings(max_examples=15)
 @given(data=st.data())
 def test_gradients_of_any_call(op: str, data: st.DataObject):
-    call = data.draw(calls(op, longest=130, narrowest=12))  # a norm of one channel has no gradient
+    """But for what is rounding alone: a norm of one channel, and the decay of a few tokens that erase the state."""
+    cases = tuple(case for case in CASES if case != "equal keys")
+    call = data.draw(calls(op, cases, longest=200, narrowest=12))
     assume(call["q"].shape[1] > 0)
     if call["g"] is not None:
         call["g"] = call["g"].clamp_min(-1000)  # the definition has no derivative at -inf
-    check_gradients(op, call, EQUAL_KEYS_DECAY_BOUND)
+    check_gradients(op, call)
 
 
 @pytest.mark.parametrize("op", CHUNKED)

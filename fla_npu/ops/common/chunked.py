@@ -43,8 +43,8 @@ def chunked_forward(
     for run in runs(problem):
         S = initial_states(problem, run)
         final_of_run = None if final is None else run.states_of(final.k_first)
-        if run.length == options.updates == 1 and between is None and kept is None:
-            run.of(o).copy_(one_token(run.tensors_of(tensors), options, S, final_of_run))
+        if run.length == 1 and between is None and kept is None:
+            run.of(o).copy_(one_token(run.tensors_of(tensors, options.updates), options, S, final_of_run))
             continue
         S = _walk(Loader(tensors, options, run), S, run.of(o), between, kept)
         if final_of_run is not None:

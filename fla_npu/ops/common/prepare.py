@@ -41,9 +41,13 @@ class Run:
             return x[0, start : start + self.count * length].unflatten(0, (self.count, length))
         return x[self.sequence : self.sequence + self.count]
 
-    def tensors_of(self, tensors: Tensors) -> Tensors:
+    def tensors_of(self, tensors: Tensors, updates: int) -> Tensors:
         """Their part of all tensors `[B, T, ...]` of a call; the others as they are."""
-        return tensors.map_tokens(self.of)
+        part = tensors.map_tokens(self.of)
+        if updates == 1:
+            return part
+        k, v, beta = (self.of(x, updates) for x in (tensors.k, tensors.v, tensors.beta))
+        return part._replace(k=k, v=v, beta=beta)
 
     def states_of(self, x: torch.Tensor) -> torch.Tensor:
         """Their part of an `[N, ...]` tensor, as a view."""

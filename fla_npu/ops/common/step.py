@@ -5,6 +5,7 @@ import torch
 
 from fla_npu.ops.common.gate import gate_forward
 from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters, working_dtype
+from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Options, Problem, Tensors
 from fla_npu.ops.utils.constant import RCP_LN2
 
@@ -34,7 +35,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     `decay S^T q + (q . k) u`.
 
     Args:
-        tensors: the arguments, `[n, 1, ...]`; beta may also be one per value channel.
+        tensors: the arguments, `[n, 1, ...]` (or `[n, updates, ...]`); beta may also be one per value channel.
         options: those of the call.
         S: the states `[n,HV,K,V]`, any strides and floating dtype; not written to.
         final: receives the new states, `[n,HV,K,V]`, any strides; may be S itself. None if nobody wants them.
@@ -42,15 +43,11 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     Returns:
         The output `[n,1,HV,V]` in working precision.
     """
+    if options.updates > 1:
+        return _several_updates(tensors, options, S, final)
     dtype = working_dtype(tensors.q)
-    HV = S.shape[1]
-    H = tensors.q.shape[2]
     v = tensors.v[:, 0]
-    kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(dtype)  # [n, H, 2, K]
-    if options.qk_l2norm:
-        kq = kq * torch.linalg.vecdot(kq, kq).add_(L2NORM_EPS).rsqrt_()[..., None]
-    if H < HV:
-        kq = kq.repeat_interleave(HV // H, dim=1)
+    kq = _keys_and_query(tensors, options)  # [n, HV, 2, K]
     beta = tensors.beta[:, 0].to(dtype)
     if options.beta_sigmoid:
         beta = torch.sigmoid(beta).mul_(options.beta_scale)
@@ -82,3 +79,37 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
         final.addcmul_(k[..., None], u[:, :, None])
     o = torch.addcmul(X[:, :, 1], u, torch.linalg.vecdot(q, k)[..., None])
     return o.mul_(options.scale)[:, None]
+
+
+def _several_updates(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.Tensor | None) -> torch.Tensor:
+    """`one_token` with several updates (and a decay per head or none): the stages of a chunk, which reads and writes
+    the state once, where one update after the other would do so once each."""
+    dtype = working_dtype(tensors.q)
+    kq = _keys_and_query(tensors, options)
+    k, q = kq[:, :, :-1], kq[:, :, -1:]
+    beta = tensors.beta.to(dtype).transpose(1, 2)[..., None]
+
+    S = S.to(dtype)
+    X = torch.matmul(kq, S)
+    if tensors.g is None:
+        decayed = S
+    else:
+        decay = torch.exp2(tensors.g[:, 0].to(dtype) * RCP_LN2)[..., None, None]
+        X.mul_(decay)
+        decayed = S if final is None else torch.mul(S, decay, out=final)
+    A = torch.matmul(k, k.mT).mul_(beta).flatten(0, 1)
+    b = torch.sub(tensors.v.transpose(1, 2), X[:, :, :-1]).mul_(beta).flatten(0, 1)
+    u = solve_unit_lower(A, b).unflatten(0, kq.shape[:2])
+    if final is not None:
+        torch.add(decayed, torch.matmul(k.mT, u), out=final)
+    o = torch.matmul(torch.matmul(q, k.mT), u).add_(X[:, :, -1:])
+    return o.mul_(options.scale).transpose(1, 2)
+
+
+def _keys_and_query(tensors: Tensors, options: Options) -> torch.Tensor:
+    """The keys of one token and, last, its query, normalised if asked for: `[n, HV, updates + 1, K]`."""
+    kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(working_dtype(tensors.q))
+    if options.qk_l2norm:
+        kq = kq * torch.linalg.vecdot(kq, kq).add_(L2NORM_EPS).rsqrt_()[..., None]
+    H, HV = kq.shape[1], tensors.v.shape[2]
+    return kq.repeat_interleave(HV // H, dim=1) if H < HV else kq
