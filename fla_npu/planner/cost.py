@@ -287,15 +287,16 @@ class _Call:
         for stage in self.partition.stages:
             if stage.grain == "tensor":
                 continue
-            program = _program(self.op, self.partition.name, stage.name, self.shape, self.chip, self.variant)
+            columns = self.shape.V
+            chunk = _Chunk(self.op, self.partition.name, stage.name, self.shape, columns, self.chip, self.variant)
+            program = _program(chunk)
             for way, size in program.paths.items():
                 paths[way] = paths.get(way, 0) + size * self._visits(stage)
         return paths
 
     def _step(self, stage: Stage, columns: int) -> Step:
-        shape = replace(self.shape, V=columns)
-        operator = self.machine.operator
-        return _step(self.op, self.partition.name, stage.name, shape, self.chip, self.variant, operator)
+        chunk = _Chunk(self.op, self.partition.name, stage.name, self.shape, columns, self.chip, self.variant)
+        return _step(chunk, self.machine.operator)
 
     def _seconds(self, stage: Stage) -> float:
         visits = self._visits(stage)
@@ -371,6 +372,18 @@ class _Instruction(NamedTuple):
     """Whether it loads an input of the op, which may be done before the chunk begins."""
 
 
+class _Chunk(NamedTuple):
+    """What a core computes of a chunk in a stage of a mapping: a number of columns of the state."""
+
+    op: str
+    mapping: str
+    stage: str
+    shape: ChunkShape
+    columns: int
+    chip: Chip
+    variant: Variant
+
+
 class _Program(NamedTuple):
     """One chunk of a stage on one core."""
 
@@ -381,13 +394,16 @@ class _Program(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _program(op: str, mapping: str, stage: str, shape: ChunkShape, chip: Chip, variant: Variant) -> _Program:
-    if mapping == "head":
-        graph, order = _head(op, shape, chip, variant)
+def _program(chunk: _Chunk) -> _Program:
+    op, chip, variant = chunk.op, chunk.chip, chunk.variant
+    shape = replace(chunk.shape, V=chunk.columns)
+    if chunk.mapping == "head":
+        # Tiles run in the order of a whole head.
+        graph, order = _graph(op, shape, chip, variant), _order(op, chunk.shape, chip, variant)
         layouts = (plan_layouts if variant == "planned" else naive_layouts)(graph, chip)
     else:
-        part = partition(mapping, op, shape)
-        graph = _stage_graph(part, part.stages[part.stage(stage)], chip)
+        part = partition(chunk.mapping, op, shape)
+        graph = _stage_graph(part, part.stages[part.stage(chunk.stage)], chip)
         order = semantic_order(graph)
         layouts = naive_layouts(graph, chip)
     changes: dict[str, list[float]] = {}
@@ -429,9 +445,9 @@ def _program(op: str, mapping: str, stage: str, shape: ChunkShape, chip: Chip, v
 
 
 @lru_cache(maxsize=4096)
-def _step(op: str, mapping: str, stage: str, shape: ChunkShape, chip: Chip, variant: Variant, operator: float) -> Step:
+def _step(chunk: _Chunk, operator: float) -> Step:
     """The engines over four chunks of a head."""
-    program = _program(op, mapping, stage, shape, chip, variant)
+    program = _program(chunk)
     free: dict[Engine, float] = {}
     ends: list[float] = []
     following = 0.0
@@ -458,13 +474,16 @@ def solve_steps(C: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _head(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> tuple[Graph, tuple[str, ...]]:
-    """The graph and order of the head mapping's variants."""
-    if variant != "mapped":
-        found = best(placed(rewritten(semantic(op, shape)), chip), chip)
-        return found.graph, found.order
-    graph = _spilled(rereading(placed(semantic(op, shape), chip)))
-    return graph, semantic_order(graph)
+def _order(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> tuple[str, ...]:
+    """Of the head mapping's variants."""
+    graph = _graph(op, shape, chip, variant)
+    return semantic_order(graph) if variant == "mapped" else best(graph, chip).order
+
+
+def _graph(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> Graph:
+    if variant == "mapped":
+        return _spilled(rereading(placed(semantic(op, shape), chip)))
+    return placed(rewritten(semantic(op, shape)), chip)
 
 
 def _spilled(graph: Graph) -> Graph:

@@ -105,7 +105,7 @@ def test_time_is_bounded_by_its_engines() -> None:
     """With free issues, a core is as fast as its busiest engine at least, and not slower than all one by one."""
     free = module.Machine(0.0, 0.0, 0.0)
     found = of("gdn", "head", heads=10, lengths=[64 * 100], machine=free)
-    program = module._program("gdn", "head", "head", ChunkShape(), chip("310P"), "planned")
+    program = module._program(module._Chunk("gdn", "head", "head", ChunkShape(), 128, chip("310P"), "planned"))
     work: dict[str, float] = defaultdict(float)
     for one in program.instructions:
         work[one.engine] += one.seconds
