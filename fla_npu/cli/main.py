@@ -7,6 +7,7 @@ from fla_npu.cli.compile import compile_command
 from fla_npu.cli.doctor import doctor
 from fla_npu.cli.generate import generate
 from fla_npu.cli.hook import install_hook, uninstall_hook
+from fla_npu.cli.migrate import migrate
 from fla_npu.cli.plan import plan_command
 
 
@@ -22,3 +23,4 @@ main.add_command(compile_command)
 main.add_command(plan_command)
 main.add_command(install_hook)
 main.add_command(uninstall_hook)
+main.add_command(migrate)
