@@ -32,7 +32,7 @@ class _Active:
         self.report = Report()
         self.transformers = transformers.Hook(transformers.serve, self.report)
         self.fla = fla_backend.FlaHook(self.report)
-        self.imports = ImportHooks(_wanted, _is_unaware, self.attach)
+        self.imports = ImportHooks(_is_watched, self.attach)
 
     def start(self) -> None:
         _describe(self.report)
@@ -136,13 +136,9 @@ def _is_modeling(name: str) -> bool:
     return transformers.MODELING.fullmatch(name) is not None
 
 
-def _is_unaware(name: str) -> bool:
-    """Modules that keep what they find under the names that are answered, and are served in another way."""
-    return _is_modeling(name) or name.startswith("fla.modules.causal_conv1d")
-
-
-def _wanted(name: str) -> bool:
-    return name in fla_backend.TARGETS or _is_unaware(name)
+def _is_watched(name: str) -> bool:
+    """Modules that are served by replacing what they define."""
+    return _is_modeling(name) or name.startswith("fla.")
 
 
 def _describe(report: Report) -> None:

@@ -5,7 +5,8 @@
   package's module of the same path, the same object.
 * Word of modules that were just imported, for those to be patched that come later.
 
-transformers' own modeling modules do not see the two names: they bind what they find for good, and they are patched.
+transformers' modeling modules and FLA's do not see the two names: they bind what they find for good, and they are
+served in another way.
 """
 
 import importlib
@@ -81,9 +82,9 @@ def _mirror() -> None:
 class _Installed:
     """State shared by the two finders."""
 
-    def __init__(self, wanted: Callable[[str], bool], unaware: Callable[[str], bool], imported: Callable[..., None]):
+    def __init__(self, watched: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
         self.roots = {name: _Root(name) for name in STAND_INS}
-        self.wanted, self.unaware, self.imported = wanted, unaware, imported
+        self.watched, self.imported = watched, imported
         self.hiding = threading.local()
         self.active = False
 
@@ -92,18 +93,12 @@ class _Installed:
 
     def answered(self) -> dict[str, ModuleType]:
         """Entries of `sys.modules` that exist because of the stand-ins."""
-        if not any(map(self.stands_in, self.roots)):
-            return {}
-        return {
-            name: module
-            for name, module in list(sys.modules.items())
-            if self.stands_in(name)
-            or (
-                name.startswith("fla.")
-                and self.stands_in("fla")
-                and module is sys.modules.get(f"fla_npu.{name.removeprefix('fla.')}")
-            )
-        }
+        found: dict[str, ModuleType] = {name: root for name, root in self.roots.items() if self.stands_in(name)}
+        if "fla" in found:
+            for name, module in list(sys.modules.items()):
+                if name.startswith("fla.") and module is sys.modules.get(f"fla_npu.{name.removeprefix('fla.')}"):
+                    found[name] = module
+        return found
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -134,7 +129,7 @@ class _First(MetaPathFinder):
         if fullname.startswith("fla.") and self.installed.stands_in("fla"):
             return _twin_spec(fullname)
         asked = vars(self.asking).setdefault("names", set())
-        if fullname in asked or not self.installed.wanted(fullname):
+        if fullname in asked or not self.installed.watched(fullname):
             return None
         asked.add(fullname)  # of another finder that asks all others, too
         try:
@@ -174,10 +169,7 @@ class _WatchedLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         module.__loader__ = self.loader
-        if self.installed.unaware(module.__name__):
-            with self.installed.hidden():
-                self.loader.exec_module(module)
-        else:
+        with self.installed.hidden():
             self.loader.exec_module(module)
         self.installed.imported(module)
 
@@ -208,15 +200,12 @@ class ImportHooks:
     """The finders, to be installed and removed.
 
     Args:
-        wanted: whether to tell of the import of the module of that name.
-        unaware: whether that module must not see the stand-ins while it is imported.
-        imported: told of a module after it has run; only of those wanted, and only while installed.
+        watched: whether to tell of the import of the module of that name, which does not see the stand-ins.
+        imported: told of such a module after it has run, while installed.
     """
 
-    def __init__(
-        self, wanted: Callable[[str], bool], unaware: Callable[[str], bool], imported: Callable[[ModuleType], None]
-    ) -> None:
-        self._installed = _Installed(wanted, unaware, self._tell)
+    def __init__(self, watched: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
+        self._installed = _Installed(watched, self._tell)
         self._told = imported
         self._first, self._last = _First(self._installed), _Last(self._installed)
 

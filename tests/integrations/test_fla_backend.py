@@ -1,0 +1,211 @@
+"""FLA 0.6 itself on this package: its ops, layers and models on a CPU, and transformers' models beside it."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fla_npu
+import fla_npu.layers
+from fla_npu.integrations import fla_backend, imports
+from fla_npu.integrations.transformers import torch_path
+from tests.tiny_models import tiny_model
+
+if not imports.installed_elsewhere("fla"):
+    pytest.skip("FLA is not installed: pip install 'fla-npu[bench]'", allow_module_level=True)
+try:
+    import fla
+    from fla import backends
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, KDAConfig, KDAForCausalLM
+except ImportError as error:
+    pytest.skip(f"FLA cannot be imported: {error}", allow_module_level=True)
+
+LAYER = {"hidden_size": 64, "head_dim": 16, "num_heads": 2, "layer_idx": 0}
+MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "num_heads": 2, "vocab_size": 256}
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="FLA finds a GPU's driver")
+
+
+def state() -> dict[str, object]:
+    """Everything that enabling touches in FLA."""
+    modules = {
+        f"{name}.{key}": id(value)
+        for name, module in sys.modules.items()
+        if name == "fla" or name.startswith("fla.")
+        for key, value in vars(module).items()
+        if key != "__builtins__" and (inspect.isroutine(value) or inspect.isclass(value))
+    }
+    registries = [*backends._operation_registries.values(), *backends._function_registries.values()]
+    return modules | {
+        f"{number} {registry.operation_name}": (dict(registry._backends), set(registry._logged))
+        for number, registry in enumerate(registries)
+    }
+
+
+@without_gpu
+@pytest.mark.parametrize("family", ["Qwen3_5", "KimiLinear"])
+def test_models_of_transformers_run_where_fla_finds_no_driver(family):
+    """The defect of transformers 5.15 to 5.24: they call FLA whatever the device is."""
+    model = tiny_model(family)
+    ids = torch.randint(3, 512, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="0 active drivers"):
+            model(ids)
+        with torch_path():
+            expected = model(ids).logits
+        with fla_npu.enabled() as report:
+            logits = model(ids).logits
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, min_new_tokens=3)
+        assert report.calls["chunk_kda" if family == "KimiLinear" else "chunk_gated_delta_rule"] == 6
+        with pytest.raises(RuntimeError, match="0 active drivers"):
+            model(ids)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("GatedDeltaNet", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule_fwd")),
+        ("KimiDeltaAttention", ("chunk_kda", "fused_recurrent_kda_fwd")),
+    ],
+)
+def test_layers_of_fla_compute_what_those_of_fla_npu_do(name, ops):
+    torch.manual_seed(0)
+    theirs = getattr(importlib.import_module("fla.layers"), name)(**LAYER)
+    ours = getattr(fla_npu.layers, name)(**LAYER)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 80, 64)
+    bounds = torch.tensor([0, 30, 80])
+    with fla_npu.enabled() as report:
+        results = [layer(x)[0] for layer in (theirs, ours)]
+        for result in results:
+            result.square().mean().backward()
+        gradients = [[p.grad for p in layer.parameters()] for layer in (theirs, ours)]
+        with torch.no_grad():
+            results += [layer.eval()(x[:, :10])[0] for layer in (theirs, ours)]
+            results += [layer(x[:1], cu_seqlens=bounds)[0] for layer in (theirs, ours)]
+    # The same functions are called with the same arguments.
+    for mine, their in zip(results[1::2], results[::2], strict=True):
+        torch.testing.assert_close(mine, their, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    chunk, recurrent = ops
+    # Chunks for training and for more than 64 tokens, steps for 10 tokens; the layers of fla_npu are not counted.
+    assert report.calls[chunk] == 2 and report.calls[recurrent] == 1
+    assert report.calls["causal_conv1d"] and report.calls["rms_norm_gated"]
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [(GatedDeltaNetForCausalLM, GatedDeltaNetConfig(**MODEL)), (KDAForCausalLM, KDAConfig(**MODEL))],
+)
+def test_models_of_fla_prefill_decode_and_keep_packed_sequences_apart(model_class, config):
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    ids = torch.randint(3, 256, (1, 90), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode(), fla_npu.enabled():
+        whole = model(ids).logits
+        # Step by step: FLA 0.6.0 does not know `cache`, the name under which `generate` of transformers 5.24 passes it.
+        output = model(ids[:, :84], use_cache=True)
+        steps = [output.logits]
+        for token in ids[:, 84:].split(1, dim=1):
+            output = model(token, use_cache=True, past_key_values=output.past_key_values)
+            steps.append(output.logits)
+        packed = model(ids, cu_seqlens=torch.tensor([0, 30, 90])).logits
+        alone = torch.cat([model(part).logits for part in ids.split([30, 60], dim=1)], dim=1)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+
+
+def test_a_model_of_fla_trains():
+    torch.manual_seed(0)
+    model = KDAForCausalLM(KDAConfig(**MODEL))
+    ids = torch.randint(3, 256, (2, 70), generator=torch.Generator().manual_seed(2))
+    with fla_npu.enabled():
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        logits = model(ids).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_everything_is_put_back():
+    before = state()
+    with fla_npu.enabled() as report:
+        assert {
+            "fla.ops.gated_delta_rule.chunk.chunk_gated_delta_rule",
+            "fla.ops.gated_delta_rule.fused_recurrent.fused_recurrent_gated_delta_rule_fwd",
+            "fla.ops.kda.chunk.chunk_kda",
+            "fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd",
+        } <= set(report.patched)
+        assert not [name for name in report.skipped if name.startswith("fla")]
+        assert state() != before
+        KDAForCausalLM(KDAConfig(**MODEL))(torch.ones(1, 5, dtype=torch.long))
+    assert state() == before
+
+
+def test_comes_before_every_backend_of_fla():
+    with fla_npu.enabled():
+        for registry in (
+            backends._operation_registries["gated_delta_rule"],
+            backends._operation_registries["kda"],
+            backends._function_registries[inspect.unwrap(fla.ops.kda.chunk_kda)],
+        ):
+            names = [backend.backend_type for backend in registry._get_sorted_backends()]
+            assert len(names) > 1 and names[0] == fla_backend.BACKEND
+
+
+@without_gpu
+def test_other_devices_and_context_parallelism_are_left_to_fla():
+    x, g = torch.empty(1, 5, 2, 16, device="meta"), torch.empty(1, 5, 2, device="meta")
+    with fla_npu.enabled() as report:
+        for call in (
+            lambda: fla.ops.gated_delta_rule.chunk_gated_delta_rule(x, x, x, g=g, beta=g),
+            lambda: fla.ops.kda.chunk_kda(x, x, x, g=x, beta=g),
+            lambda: fla.ops.kda.chunk_kda(*(torch.zeros(1, 5, 2, 16),) * 3, x, g, cp_context=object()),
+        ):
+            with pytest.raises((RuntimeError, AttributeError, AssertionError)):
+                call()
+    assert not report.calls
+
+
+def test_an_fla_imported_later_is_served_and_put_back():
+    code = """
+import sys, torch, fla_npu
+with fla_npu.enabled() as report:
+    from fla.ops.kda import chunk_kda
+    x = torch.randn(1, 5, 2, 16)
+    chunk_kda(x, x, x, g=-x.abs(), beta=x[..., 0].sigmoid())
+    assert report.calls["chunk_kda"] == 1, report
+    import fla.modules.causal_conv1d.ops as conv, fla.backends as backends
+    import causal_conv1d, fla.layers.mamba
+    assert conv.causal_conv1d_fn_cuda is fla.layers.mamba.causal_conv1d_fn is None  # FLA does not take the stand-in
+left = [
+    f"{name}.{key}"
+    for name, module in sys.modules.items() if name.startswith("fla.")
+    for key, value in vars(module).items() if (getattr(value, "__module__", None) or "").startswith("fla_npu")
+    or getattr(getattr(value, "__code__", None), "co_filename", "").endswith("fla_backend.py")
+]
+assert not left, left
+assert not any("fla_npu" in registry._backends for registry in backends._operation_registries.values())
+print(fla_npu.enable().routes["fla"])
+"""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "fla_npu is a backend of its ops" in result.stdout
+
+
+def test_the_report_tells_when_fla_does_not_dispatch():
+    code = (
+        "import fla_npu; report = fla_npu.enable()\n"
+        "import fla.ops.kda\n"
+        "print(report.skipped['fla.ops.kda.chunk.chunk_kda'])"
+    )
+    variables = os.environ | {"FLA_DISABLE_BACKEND_DISPATCH": "1"}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=variables, check=True
+    )
+    assert result.stdout.strip() == "FLA_DISABLE_BACKEND_DISPATCH is set"
