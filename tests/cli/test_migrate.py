@@ -204,7 +204,7 @@ def test_check_and_diff_write_nothing(tmp_path):
 def test_bytes_around_the_edits_stay(encoding, newline, tmp_path):
     path = tmp_path / "a.py"
     cookie = "# -*- coding: latin-1 -*-\n" if encoding == "latin-1" else ""
-    text = cookie + "x = 'é'; import fla; print('é', fla.ops)\n# é"
+    text = cookie + "# é\nx = 'é'; import fla; print('é', fla.ops)\n# é"
     path.write_bytes(text.replace("\n", newline).encode(encoding))
     assert run(path).exit_code == 0
     expected = text.replace("import fla", "import fla_npu").replace("fla.ops", "fla_npu.ops")
