@@ -83,6 +83,7 @@ class Step:
     phase: str
     unit: Unit
     computes: str
+    """Its expression, or of a move the memories that it goes from and to."""
     live: tuple[int, ...]
     """Bytes alive meanwhile, by memory."""
 
@@ -588,24 +589,29 @@ def _predictions(request: Request, chip: Chip, config: Config) -> Iterator[Predi
 def _steps(ordered: Ordered) -> Iterator[Step]:
     alive = occupancy(ordered.graph, ordered.order, ordered.buffers)
     for at, name in enumerate(ordered.order):
-        one = ordered.graph.producer[name]
-        yield Step(name, one.phase, one.unit, written(one.expr), tuple(alive[space][at] for space in SPACES))
+        one, tensors = ordered.graph.producer[name], ordered.graph.tensors
+        ways = [str(tensors[x].space) for x in (one.inputs[0], name)]
+        computes = " -> ".join(ways) if one.unit == "move" else written(one.expr)
+        yield Step(name, one.phase, one.unit, computes, tuple(alive[space][at] for space in SPACES))
 
 
-_INFIX = {"dot": " @ ", "add": " + ", "sub": " - ", "mul": " * "}
+_INFIX = {"add": (1, " + "), "sub": (1, " - "), "mul": (2, " * "), "dot": (2, " @ ")}
+"""How tightly a function binds, and its sign."""
 
 
-def written(expr: Expr, within: str = "") -> str:
-    """An expression as people write it."""
+def written(expr: Expr, binding: int = 0) -> str:
+    """An expression as people write it, in parentheses where something around it binds as tightly."""
     if isinstance(expr, str):
         return expr
     function, *operands = expr
-    if function in _INFIX:
-        text = _INFIX[function].join(written(one, function) for one in operands)
-        return f"({text})" if within in _INFIX or within == "t" else text
     if function == "t":
-        return f"{written(operands[0], 't')}^T"
-    return f"{function}({', '.join(written(one) for one in operands)})"
+        return f"{written(operands[0], 3)}^T"
+    if function not in _INFIX:
+        return f"{function}({', '.join(map(written, operands))})"
+    own, sign = _INFIX[function]
+    first, second = operands
+    text = f"{written(first, own)}{sign}{written(second, own + 1)}"
+    return f"({text})" if own < binding else text
 
 
 def _remarks(

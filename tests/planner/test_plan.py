@@ -16,7 +16,7 @@ from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, placed, rewritten, s
 from fla_npu.planner.kernels import KERNELS
 from fla_npu.planner.mappings import NAMES
 from fla_npu.planner.order import occupancy
-from fla_npu.planner.plan import Plan, plan
+from fla_npu.planner.plan import Plan, plan, written
 from fla_npu.planner.report import text
 
 CASES = {
@@ -239,3 +239,18 @@ def test_kernel_plans_have_what_launchers_take():
     assert config == made.config and schedule is made.deal().schedule
     assert segments is not None and sum(map(sum, segments)) == 65536
     assert replace(made, kernel=None) != made
+
+
+@pytest.mark.parametrize(
+    ("expr", "text"),
+    [
+        (("sub", "a", ("sub", "b", "c")), "a - (b - c)"),
+        (("sub", ("sub", "a", "b"), "c"), "a - b - c"),
+        (("mul", ("add", "a", "b"), "c"), "(a + b) * c"),
+        (("add", ("mul", "a", "b"), ("t", ("mul", "c", "d"))), "a * b + (c * d)^T"),
+        (("dot", ("t", "a"), ("dot", "b", "c")), "a^T @ (b @ c)"),
+        (("exp", ("sub", ("last", "a"), "a")), "exp(last(a) - a)"),
+    ],
+)
+def test_expressions_are_written_as_people_do(expr, text):
+    assert written(expr) == text
