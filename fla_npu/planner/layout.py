@@ -146,7 +146,7 @@ class LayoutCosts:
             slowdown = 1.0
             if node[0] in _STRIDED:
                 slowdown = self.strided
-            elif node[0] == "decay" or any(one != shape for one in operands):
+            elif any(one != shape for one in operands):
                 slowdown = self.broadcast
             work += slowdown * prod(map(_padded, shape))
         return work * size * self.vector_seconds_per_byte
@@ -331,8 +331,9 @@ def forced(
     starts = {p: sum(_atto(one.seconds) for one in first[p]) for p in LAYOUTS}
     total, states = least_path(starts, step, ends, chunks)
     if total >= never:
-        asked = ", ".join(f"{name} {layout}" for name, layout in layouts.items())
-        raise ValueError(f"layouts must be possible on {chip.name}, got {asked}")
+        asked = ", ".join(f"{name} {layout}" for name, layout in layouts.items()) or "none prescribed"
+        ways = ", ".join(f"{way.source}->{way.target}" for way in chunk.costs.ways)
+        raise ValueError(f"layouts must be possible with layouts changing in UB and on {ways} only, got {asked}")
 
     runs = [(count, chunk.plan(p, s)) for count, p, s in _pairs(states)]
     boundary = (*first[states[0][0]], *last[states[-1][0]])
