@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fla_npu.errors import ImplementationError, ShapeError
 from fla_npu.ops import chunk_gated_delta_rule, chunk_kda, dispatch, fused_recurrent_kda, library
+from fla_npu.ops.checks import check_chunk_delta_product
 from fla_npu.ops.common.chunk_form import delta_chunk_form
 from fla_npu.ops.common.recurrence import delta_recurrence, packed_delta_recurrence
 from fla_npu.ops.dispatch import explain, use_implementation
@@ -295,6 +296,8 @@ def test_every_kind_of_input(op: str, case: str):
 @pytest.mark.parametrize("decay", [True, False])
 def test_updates_per_token(n: int, decay: bool):
     """A chunk has whole tokens: 64 updates, fewer where n does not divide 64, more where it exceeds it."""
+    options = check_chunk_delta_product(**make_call("chunk_delta_product", n=n, decay=decay)).options
+    assert options.chunk_size == {1: 64, 2: 32, 3: 21, 4: 16, 7: 9, 64: 1, 65: 1}[n]
     for T in (1, 2, 64 // n, 64 // n + 1, 2 * (64 // n) + 1):
         check("chunk_delta_product", make_call("chunk_delta_product", T=T, n=n, decay=decay, l2norm=True))
 
