@@ -281,7 +281,7 @@ def plan_layouts(graph: Graph, chip: Chip, chunks: int = 1, costs: LayoutCosts |
     Args:
         graph: placed (`dataflow.placed`), possibly with spills.
         chip: whose costs are taken.
-        chunks: of the sequence.
+        chunks: of the sequence. A single one may want the state as it is loaded, where two want it blocked.
         costs: instead of the chip's.
 
     Raises:
@@ -356,20 +356,24 @@ def least_path(
 ) -> tuple[int, tuple[tuple[Layout, int], ...]]:
     """The state's layouts of least cost: `D_i(s) = min_p [D_{i-1}(p) + step(p, s)]` from `starts`, plus `ends`.
 
-    Four steps per chunk. Among equals a state stays as it is, and then is dense.
+    Four steps per chunk at most. A chunk's choices depend on D_(i-1) only by the difference of its two values; once a
+    chunk leaves this difference as it was, all later chunks choose and add the same, and are not computed. Among equals
+    a state stays as it is, and then is dense.
 
     Returns:
         The cost, and the layouts before the first chunk and after each, as (layout, how often it follows itself + 1).
     """
     costs = dict(starts)
     before: list[dict[Layout, Layout]] = []
-    for _ in range(chunks):
+    while len(before) < chunks:
         found: dict[Layout, int] = {}
         come: dict[Layout, Layout] = {}
         for s in LAYOUTS:
             found[s], _, come[s] = min((costs[p] + step[p, s], p != s, p) for p in reversed(LAYOUTS))
-        costs = found
-        before.append(come)
+        added = {found[s] - costs[s] for s in LAYOUTS}
+        same = chunks - len(before) if len(added) == 1 else 1
+        costs = {s: found[s] + (same - 1) * (found[s] - costs[s]) for s in LAYOUTS}
+        before += [come] * same
     total, _, state = min((costs[s] + ends[s], s != "dense", s) for s in LAYOUTS)
     runs: list[tuple[Layout, int]] = [(state, 1)]
     for come in reversed(before):
