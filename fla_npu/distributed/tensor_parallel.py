@@ -1,0 +1,270 @@
+"""Tensor parallelism: every device holds and computes some heads of each layer.
+
+Heads are independent of each other between the projections of a layer's input and the sum that is its output. So the
+projections of queries, keys, values and gates, the short convolutions, `A_log` and `dt_bias` are cut into ranges of
+heads, and the columns of the output projection with them. A layer communicates once forward, the sum of its outputs,
+and once backward, the sum of the gradients of its input; states in a cache are those of a device's own heads.
+
+Parameters are DTensors: state dicts, optimizers and gradient clipping see whole tensors. The arithmetic is that of one
+device, on the local tensors. torch's `ColwiseParallel` computes on DTensors instead, projection by projection, which
+costs an all-reduce for each in backward and a dispatch for each in every decoding step.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from fla_npu.layers.attn import Attention
+from fla_npu.modules import GatedMLP, ShortConvolution
+
+
+class Layout(NamedTuple):
+    """How a kind of layer is cut.
+
+    `counts` are what every device gets an equal part of; they and `sizes`, multiples of them, are attributes of the
+    layer. `axes` has the axis along which parameters are cut, by patterns of their names; None where all devices hold
+    the whole. `input` is the argument that all projections but one read, `output` that one, whose results are to be
+    summed.
+    """
+
+    counts: tuple[str, ...]
+    sizes: tuple[str, ...]
+    axes: dict[str, int | None]
+    input: str = "hidden_states"
+    output: str = "o_proj"
+
+
+DELTA_AXES: dict[str, int | None] = {
+    "[qkvb]_proj.weight": 0,
+    "[qkv]_conv1d.*": 0,
+    "A_log": 0,
+    "dt_bias": 0,
+    "o_norm.weight": None,
+    "o_proj.weight": 1,
+}
+
+LAYOUTS: dict[type[nn.Module], Layout] = {
+    GatedDeltaNet: Layout(
+        counts=("num_heads", "num_v_heads"),
+        sizes=("key_dim", "value_dim"),
+        axes={"[ag]_proj.weight": 0, **DELTA_AXES},
+    ),
+    KimiDeltaAttention: Layout(
+        counts=("num_heads", "num_v_heads"),
+        sizes=("key_dim", "value_dim", "gate_dim"),
+        axes={"[fg]_proj.0.weight": None, "[fg]_proj.1.*": 0, **DELTA_AXES},
+    ),
+    GatedDeltaNet2: Layout(
+        counts=("num_heads", "num_v_heads"),
+        sizes=("key_dim", "value_dim"),
+        axes={"w_proj.weight": 0, "[fg]_proj.0.weight": None, "[fg]_proj.1.*": 0, **DELTA_AXES},
+    ),
+    Attention: Layout(
+        counts=("num_heads", "num_kv_heads"),
+        sizes=("kv_dim",),
+        axes={"[qkv]_proj.*": 0, "[qk]_norm.weight": None, "o_proj.weight": 1},
+    ),
+    GatedMLP: Layout(
+        counts=("intermediate_size",),
+        sizes=(),
+        axes={"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1},
+        input="x",
+        output="down_proj",
+    ),
+}
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut the layers of a model into ranges of heads, one for each device of a mesh. Changes `module` in place.
+
+    Every process calls it with a module of the same sizes; the parameters become those of the mesh's first process.
+    Afterwards the processes call the module with the same inputs, and get the same outputs and gradients. Parameters
+    are DTensors then, cut or the same everywhere, and local tensors while the module runs.
+
+    Args:
+        module: a layer that `LAYOUTS` has, such as `GatedDeltaNet` or `KimiDeltaAttention`, or a module that contains
+            some. Everything else in it, such as norms, embeddings and the head, is computed by all.
+        mesh: one-dimensional, of any backend: `init_device_mesh("npu", (8,))`, or `mesh["tp"]` of a larger one.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: heads that cannot be shared out equally; a mesh of more dimensions; nothing to cut; a module that is
+            parallel already.
+    """
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) in LAYOUTS}
+    if not layers:
+        names = ", ".join(sorted(kind.__name__ for kind in LAYOUTS))
+        raise ValueError(f"module must be or contain one of {names}, got {type(module).__name__}")
+    for name, layer in layers.items():
+        _check(layer, name, mesh)
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in layers.values():
+        _cut(layer, mesh)
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                # Tied parameters stay one.
+                if parameter not in whole:
+                    whole[parameter] = _distribute(parameter, mesh, Replicate())
+                owner.register_parameter(name, whole[parameter])
+    _LocalParameters(module)
+    return module
+
+
+class HeadParallel(ParallelStyle):
+    """What `parallelize` does to one layer, as a style for the plans of `torch.distributed.tensor.parallel`.
+
+    `parallelize_module(block, mesh, {"attn": HeadParallel(), "mlp": HeadParallel()})` cuts these two and leaves the
+    other parameters of the block as they are. Errors are those of `parallelize`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) not in LAYOUTS:
+            names = ", ".join(sorted(kind.__name__ for kind in LAYOUTS))
+            raise ValueError(f"HeadParallel can cut {names}, got {type(module).__name__}")
+        _check(module, "", device_mesh)
+        _cut(module, device_mesh)
+        _LocalParameters(module)
+        return module
+
+
+def _check(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    label = f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh must have one dimension, such as mesh['tp'] of a larger one, got {mesh.ndim}")
+    layout = LAYOUTS[type(layer)]
+    for parameter_name, parameter in layer.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"module must not be parallel yet, but {parameter_name} of {label} is a DTensor")
+        _axis(layout, parameter_name)
+    for count in layout.counts:
+        if getattr(layer, count) % mesh.size():
+            raise ValueError(
+                f"{count} must be a multiple of the number of devices: "
+                f"{label} has {count}={getattr(layer, count)}, mesh has world size {mesh.size()}"
+            )
+
+
+def _axis(layout: Layout, name: str) -> int | None:
+    for pattern, axis in layout.axes.items():
+        if fnmatchcase(name, pattern):
+            return axis
+    raise ValueError(f"module must have no parameters of others, such as adapters, before it is cut, got {name}")
+
+
+def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """The layer's parameters and sizes become those of a device, and its input and output communicate."""
+    layout = LAYOUTS[type(layer)]
+    for prefix, owner in layer.named_modules():
+        owner._is_in_cut_layer = True
+        for name, parameter in owner.named_parameters(recurse=False):
+            axis = _axis(layout, f"{prefix}.{name}" if prefix else name)
+            placement = Replicate() if axis is None else Shard(axis)
+            owner.register_parameter(name, _distribute(parameter, mesh, placement))
+        if isinstance(owner, ShortConvolution):
+            owner.hidden_size //= mesh.size()
+    for size in (*layout.counts, *layout.sizes):
+        setattr(layer, size, getattr(layer, size) // mesh.size())
+
+    def share_input(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (_UsedInParts.apply(args[0], mesh), *args[1:]), kwargs
+        return args, {**kwargs, layout.input: _UsedInParts.apply(kwargs[layout.input], mesh)}
+
+    def sum_output(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(output, mesh)
+
+    layer.register_forward_pre_hook(share_input, with_kwargs=True)
+    layer.get_submodule(layout.output).register_forward_hook(sum_output)
+
+
+def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    distributed = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]), parameter.requires_grad)
+    # Marks such as `_no_weight_decay`.
+    distributed.__dict__.update(parameter.__dict__)
+    return distributed
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the devices' x, on all of them, with their common gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return _all_reduced(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _UsedInParts(torch.autograd.Function):
+    """x, which is the same on all devices. Each has only a part of its gradient: it is the sum of these."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduced(gradient, ctx.mesh), None
+
+
+def _all_reduced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total
+
+
+class _LocalParameters:
+    """Hooks on the modules of a tree. While one of them runs, the DTensors among the parameters in and below it are
+    replaced by their local tensors, so that the arithmetic is that of a single device; some modules read the parameters
+    of the modules below them. A module can be run by itself, as when a checkpointed block is recomputed in backward.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._outermost: nn.Module | None = None
+        self._replaced: list[tuple[dict[str, Any], str, DTensor]] = []
+        for module in root.modules():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._outermost is None:
+            self._outermost = module
+            self._replace()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._outermost is module:
+            self._restore()
+            self._outermost = None
+
+    # torch.compile would trace these with the forward pass, and leaves some parameters replaced.
+    @torch.compiler.disable
+    def _replace(self) -> None:
+        assert self._outermost is not None
+        for owner in self._outermost.modules():
+            for name, parameter in owner._parameters.items():
+                if isinstance(parameter, DTensor):
+                    self._replaced.append((owner._parameters, name, parameter))
+                    local = parameter.to_local()
+                    if getattr(owner, "_is_in_cut_layer", False) and parameter.placements == (Replicate(),):
+                        local = _UsedInParts.apply(local, parameter.device_mesh)
+                    owner._parameters[name] = local
+
+    @torch.compiler.disable
+    def _restore(self) -> None:
+        for parameters, name, parameter in self._replaced:
+            parameters[name] = parameter
+        self._replaced.clear()

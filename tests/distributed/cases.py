@@ -1,0 +1,340 @@
+"""What two processes check together. Each also runs the whole layer or model by itself, with which it compares."""
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from fla_npu.distributed import HeadParallel, parallelize
+from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from fla_npu.models.utils import Cache
+from fla_npu.modules import GatedMLP, RMSNorm
+from fla_npu.testing import rms_ratio
+
+HIDDEN = 64
+
+MAKERS: dict[str, Callable[..., nn.Module]] = {
+    "gdn": lambda **kw: GatedDeltaNet(HIDDEN, head_dim=16, num_heads=4, expand_v=1, conv_bias=True, layer_idx=0, **kw),
+    "gdn_gva": lambda **kw: GatedDeltaNet(HIDDEN, head_dim=16, num_heads=2, num_v_heads=4, layer_idx=0, **kw),
+    "gdn_bare": lambda **kw: GatedDeltaNet(
+        HIDDEN, head_dim=16, num_heads=2, use_gate=False, use_short_conv=False, layer_idx=0, **kw
+    ),
+    "kda": lambda **kw: KimiDeltaAttention(HIDDEN, head_dim=16, num_heads=4, conv_bias=True, layer_idx=0, **kw),
+    "kda_gva": lambda **kw: KimiDeltaAttention(
+        HIDDEN, head_dim=16, num_heads=2, num_v_heads=6, safe_gate=True, lower_bound=-5, layer_idx=0, **kw
+    ),
+    "gdn2": lambda **kw: GatedDeltaNet2(HIDDEN, head_dim=16, num_heads=2, num_v_heads=4, layer_idx=0, **kw),
+}
+
+
+def bound(dtype: torch.dtype, terms: int = 128) -> float:
+    """Two devices add the same terms in another order, at most `terms` of them: the RMS ratio of the results.
+
+    A sum of n terms is wrong by at most n eps times the sum of their magnitudes, which for terms of random signs is
+    sqrt(n) times the sum itself. Backward has another such sum, whose error comes on top.
+    """
+    return 2 * terms**1.5 * torch.finfo(dtype).eps
+
+
+def close(x: torch.Tensor, reference: torch.Tensor, what: str, limit: float | None = None) -> None:
+    error = rms_ratio(whole(x).detach(), reference.detach())
+    limit = bound(reference.dtype) if limit is None else limit
+    assert error <= limit, f"{what}: {error:.2e}, at most {limit:.2e} expected"
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def pair(name: str, mesh: DeviceMesh, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
+    """A layer and the same one in parallel."""
+    torch.manual_seed(0)
+    one = MAKERS[name]().to(dtype)
+    return one, parallelize(copy.deepcopy(one), mesh)
+
+
+def same_gradients(one: nn.Module, two: nn.Module, limit: float | None = None) -> None:
+    parallel = dict(two.named_parameters())
+    for name, parameter in one.named_parameters():
+        gradient = parallel[name].grad
+        assert gradient is not None and parameter.grad is not None, name
+        assert isinstance(gradient, DTensor) and gradient.placements == parallel[name].placements, name
+        close(gradient, parameter.grad, f"gradient of {name}", limit)
+
+
+def forward_and_backward(one: nn.Module, two: nn.Module, x: torch.Tensor, **options: Any) -> None:
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [m(v, **options)[0] for m, v in zip((one, two), inputs, strict=True)]
+    close(outputs[1], outputs[0], "output")
+    weight = torch.randn_like(outputs[0])
+    for y in outputs:
+        (y * weight).sum().backward()
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    close(inputs[1].grad, inputs[0].grad, "gradient of the input")
+    same_gradients(one, two)
+
+
+def _layers_equal(names: tuple[str, ...], mesh: DeviceMesh) -> None:
+    for name in names:
+        one, two = pair(name, mesh)
+        forward_and_backward(one, two, torch.randn(2, 70, HIDDEN, dtype=torch.float64))
+        half = two.A_log.to_local()
+        assert half.shape[0] * mesh.size() == one.A_log.shape[0] and two.num_v_heads * mesh.size() == one.num_v_heads
+
+
+def gated_delta_net(mesh: DeviceMesh, folder: Path) -> None:
+    _layers_equal(("gdn", "gdn_gva", "gdn_bare", "gdn2"), mesh)
+
+
+def kimi_delta_attention(mesh: DeviceMesh, folder: Path) -> None:
+    _layers_equal(("kda", "kda_gva"), mesh)
+
+
+def packed_and_padded(mesh: DeviceMesh, folder: Path) -> None:
+    for name in ("gdn_gva", "kda"):
+        one, two = pair(name, mesh)
+        x = torch.randn(1, 90, HIDDEN, dtype=torch.float64)
+        forward_and_backward(one, two, x, cu_seqlens=torch.tensor([0, 3, 67, 67, 90]))
+        mask = torch.ones(3, 30, dtype=torch.long)
+        mask[0, :7] = mask[2, 25:] = 0
+        forward_and_backward(*pair(name, mesh), x.view(3, 30, HIDDEN), attention_mask=mask)
+
+
+@torch.no_grad()
+def cached_decoding(mesh: DeviceMesh, folder: Path) -> None:
+    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2"):
+        one, two = (m.eval() for m in pair(name, mesh))
+        x = torch.randn(2, 80, HIDDEN, dtype=torch.float64)
+        caches = Cache(), Cache()
+        cuts = [0, 70, 75, *range(76, 81)]
+        for start, end in pairwise(cuts):
+            a, b = (
+                m(hidden_states=x[:, start:end], past_key_values=c, use_cache=True)[0]
+                for m, c in zip((one, two), caches, strict=True)
+            )
+            close(b, a, f"tokens {start} to {end}")
+        all_heads, ours = (c[0]["recurrent_state"] for c in caches)
+        mine = slice(mesh.get_local_rank() * two.num_v_heads, (mesh.get_local_rank() + 1) * two.num_v_heads)
+        assert ours.shape[1] == two.num_v_heads
+        close(ours, all_heads[:, mine], "recurrent state")
+        for a, b in zip(*(c[0]["conv_state"] for c in caches), strict=True):
+            close(b, a.chunk(mesh.size(), dim=1)[mesh.get_local_rank()], "state of a convolution")
+        decoded = two(x[:, :5], past_key_values=None)[0]
+        close(decoded, one(x[:, :5])[0], "a decoding step without a cache")
+
+
+def half_precision(mesh: DeviceMesh, folder: Path) -> None:
+    """The output is rounded in each of the two parts and in their sum, where one device rounds once."""
+    x = torch.randn(2, 70, HIDDEN)
+    for name in ("gdn_gva", "kda"):
+        exact = pair(name, mesh)[0]
+        exact.load_state_dict(pair(name, mesh, torch.bfloat16)[0].state_dict())
+        one, two = pair(name, mesh, torch.bfloat16)
+        reference = exact(x.bfloat16().double())[0]
+        error = rms_ratio(one(x.bfloat16())[0], reference)
+        close(two(x.bfloat16())[0], reference, name, error + 3 * torch.finfo(torch.bfloat16).eps)
+
+
+def communication(mesh: DeviceMesh, folder: Path) -> None:
+    """One sum forward; backward that of the input, and of the gradients of parameters that all hold."""
+    for name, shared in (("gdn_gva", 1), ("kda", 3)):
+        _, two = pair(name, mesh)
+        x = torch.randn(1, 8, HIDDEN, dtype=torch.float64, requires_grad=True)
+        with CommDebugMode() as forward:
+            y = two(x)[0]
+        with CommDebugMode() as backward:
+            y.sum().backward()
+        counts = forward.get_total_counts(), backward.get_total_counts()
+        assert counts == (1, 1 + shared), counts
+        with torch.no_grad(), mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            two(x)
+        assert all_reduce.call_count == 1
+
+
+def first_process_decides(mesh: DeviceMesh, folder: Path) -> None:
+    """Parameters become those of the first process, and keep their marks and whether they are trained."""
+    torch.manual_seed(mesh.get_local_rank())
+    layer = MAKERS["kda"]()
+    layer.q_proj.requires_grad_(False)
+    layer = parallelize(layer, mesh)
+    torch.manual_seed(0)
+    expected = MAKERS["kda"]()
+    for (name, x), y in zip(layer.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(whole(x), y), name
+    assert layer.A_log._no_weight_decay and layer.dt_bias._no_weight_decay
+    assert [n for n, p in layer.named_parameters() if not p.requires_grad] == ["q_proj.weight"]
+    layer(torch.randn(1, 4, HIDDEN))[0].sum().backward()
+    assert layer.q_proj.weight.grad is None and layer.k_proj.weight.grad is not None
+
+
+def state_dicts(mesh: DeviceMesh, folder: Path) -> None:
+    """torch's full state dict is that of one device, and loads into another parallel layer."""
+    for name in ("gdn_gva", "kda"):
+        one, two = pair(name, mesh)
+        full = get_model_state_dict(two, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if mesh.get_local_rank() == 0:
+            expected = one.state_dict()
+            assert list(full) == list(expected)
+            assert all(torch.equal(full[key], expected[key]) for key in full)
+            torch.save(full, folder / name)
+        dist.barrier()
+        other = parallelize(MAKERS[name]().double(), mesh)
+        set_model_state_dict(other, torch.load(folder / name), options=StateDictOptions(full_state_dict=True))
+        with torch.device("meta"):
+            empty = MAKERS[name]().double()
+        empty = parallelize(empty, mesh).to_empty(device="cpu")
+        set_model_state_dict(
+            empty,
+            torch.load(folder / name) if mesh.get_local_rank() == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        x = torch.randn(1, 20, HIDDEN, dtype=torch.float64)
+        for layer in (other, empty):
+            assert torch.equal(layer(x)[0], two(x)[0])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(HIDDEN)
+        self.mixer = MAKERS["gdn_gva"]()
+        self.mlp = GatedMLP(HIDDEN, intermediate_size=96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # A block may read what belongs to a module below it.
+        x = x * self.norm.weight
+        x = x + self.mixer(hidden_states=self.norm(x))[0]
+        return x + self.mlp(x=x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(11, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, 11, bias=False)
+        self.head.weight = self.embeddings.weight
+
+    def forward(self, tokens: torch.Tensor, recompute: bool) -> torch.Tensor:
+        x = self.embeddings(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return nn.functional.linear(x, self.head.weight)
+
+
+def training(mesh: DeviceMesh, folder: Path) -> None:
+    """Two steps of a model with tied embeddings, recomputed blocks, clipped gradients and AdamW."""
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        one = Model().double()
+        two = parallelize(copy.deepcopy(one), mesh)
+        assert two.head.weight is two.embeddings.weight and isinstance(two.head.weight, DTensor)
+        tokens = torch.randint(11, (2, 40))
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (one, two)]
+        for _ in range(2):
+            losses, norms = [], []
+            for model, optimizer in zip((one, two), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(
+                    model(tokens, recompute)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+                )
+                loss.backward()
+                norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+                losses.append(loss)
+            close(losses[1], losses[0], "loss")
+            close(norms[1], norms[0], "norm of the gradients")
+            same_gradients(one, two)
+            for optimizer in optimizers:
+                optimizer.step()
+        for (name, x), y in zip(one.named_parameters(), two.parameters(), strict=True):
+            close(y, x, name)
+
+
+def plan_of_torch(mesh: DeviceMesh, folder: Path) -> None:
+    torch.manual_seed(0)
+    one = Block().double()
+    two = parallelize_module(copy.deepcopy(one), mesh, {"mixer": HeadParallel(), "mlp": HeadParallel()})
+    assert not isinstance(two.norm.weight, DTensor) and two.mlp.up_proj.weight.placements == (Shard(0),)
+    x = torch.randn(1, 30, HIDDEN, dtype=torch.float64)
+    close(two(x), one(x), "output")
+
+
+def parameters_stay(mesh: DeviceMesh, folder: Path) -> None:
+    """After a forward pass that fails, and in a copy."""
+    one, two = pair("gdn_gva", mesh)
+    x = torch.randn(1, 8, HIDDEN, dtype=torch.float64)
+    with pytest.raises(ValueError, match="attention_mask"):
+        two(x, attention_mask=torch.ones(3, 8))
+    for layer in (two, copy.deepcopy(two)):
+        assert all(isinstance(p, DTensor) and isinstance(p, nn.Parameter) for p in layer.parameters())
+        close(layer(x)[0], one(x)[0], "output")
+
+
+def compiled(mesh: DeviceMesh, folder: Path) -> None:
+    one, two = pair("gdn_gva", mesh)
+    two.compile(backend="eager")
+    forward_and_backward(one, two, torch.randn(1, 8, HIDDEN, dtype=torch.float64))
+    assert all(isinstance(p, DTensor) for p in two.parameters())
+
+
+def refusals(mesh: DeviceMesh, folder: Path) -> None:
+    for heads, value_heads, name in ((3, 6, "num_heads=3"), (3, 3, "num_heads=3")):
+        layer = nn.ModuleDict({"attn": GatedDeltaNet(HIDDEN, head_dim=16, num_heads=heads, num_v_heads=value_heads)})
+        before = list(layer.parameters())
+        with pytest.raises(ValueError, match=f"GatedDeltaNet 'attn' has {name}, mesh has world size 2"):
+            parallelize(layer, mesh)
+        assert all(x is y for x, y in zip(layer.parameters(), before, strict=True))
+    with pytest.raises(ValueError, match="intermediate_size=33"):
+        parallelize(GatedMLP(HIDDEN, intermediate_size=33), mesh)
+    with pytest.raises(ValueError, match=r"must be or contain one of .*GatedDeltaNet, .*got Linear"):
+        parallelize(nn.Linear(2, 2), mesh)
+    with pytest.raises(ValueError, match=r"HeadParallel can cut .*got Linear"):
+        parallelize_module(nn.Linear(2, 2), mesh, HeadParallel())
+    with pytest.raises(ValueError, match="must not be parallel yet, but A_log of GatedDeltaNet is a DTensor"):
+        parallelize(pair("gdn", mesh)[1], mesh)
+    with pytest.raises(ValueError, match=r"one dimension, such as mesh\['tp'\].*got 2"):
+        parallelize(MAKERS["gdn"](), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
+    adapted = MAKERS["gdn"]()
+    adapted.q_proj.lora = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"no parameters of others.*got q_proj\.lora"):
+        parallelize(adapted, mesh)
+
+
+def one_axis_of_a_mesh(mesh: DeviceMesh, folder: Path) -> None:
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    one = MAKERS["kda_gva"]().double()
+    forward_and_backward(
+        one, parallelize(copy.deepcopy(one), grid["tp"]), torch.randn(1, 9, HIDDEN, dtype=torch.float64)
+    )
+
+
+CASES = [
+    gated_delta_net,
+    kimi_delta_attention,
+    packed_and_padded,
+    cached_decoding,
+    half_precision,
+    communication,
+    first_process_decides,
+    state_dicts,
+    training,
+    plan_of_torch,
+    parameters_stay,
+    compiled,
+    refusals,
+    one_axis_of_a_mesh,
+]
