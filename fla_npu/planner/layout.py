@@ -197,7 +197,8 @@ class Transform:
     source: Layout
     target: Layout
     operator: str
-    """Where it stands: before this vector operator or move for a pass of the vector unit, else within this move."""
+    """Where it stands: a pass of the vector unit before this vector operator or move, the first in the order of
+    `graph.operators` that needs it; else within this move."""
     unit: Literal["vector", "move"]
     path: str
     """`UB` for a copy that all readers can use, or the way of a move, such as `GM->L1`."""
