@@ -122,8 +122,6 @@ class Operator:
     phase: str
     """Row of the paper's table that it belongs to: gate, kkt, solve, wu, h or o."""
     unit: Unit
-    in_place: str | None = None
-    """An input whose memory the output may take if nobody reads it afterwards."""
 
     @property
     def name(self) -> str:
@@ -259,8 +257,6 @@ def verify(graph: Graph) -> Graph:
         for unit, own in units.items():
             if (one.unit == unit) != bool(functions & own):
                 raise ValueError(f"operator {one.name} runs on the {one.unit} unit but computes {sorted(functions)}")
-        if one.in_place is not None and one.in_place not in one.inputs:
-            raise ValueError(f"operator {one.name} may only take the place of an input, not of {one.in_place}")
         _verify_spaces(graph, one)
         made.add(one.output)
     if missing := [name for name in graph.outputs if name not in made]:
@@ -296,12 +292,12 @@ class _Builder:
     def give(self, name: str, rows: int, columns: int, dtype: str, role: Role = "input") -> None:
         self.tensors[name] = Tensor(name, (rows, columns), dtype, role)
 
-    def make(self, phase: str, name: str, expr: Node, role: Role = "intermediate", **more: str) -> str:
+    def make(self, phase: str, name: str, expr: Node, role: Role = "intermediate") -> str:
         functions = {node[0] for node in nodes(expr)}
         unit: Unit = "matrix" if functions & {"dot", "invert"} else "vector"
         dtype = self.shape.dtype if role == "output" else self.shape.accumulate
         self.tensors[name] = Tensor(name, shape_of(expr, self.tensors), dtype, role)
-        self.operators.append(Operator(name, expr, phase, unit, **more))
+        self.operators.append(Operator(name, expr, phase, unit))
         return name
 
     def graph(self) -> Graph:
@@ -370,7 +366,7 @@ def semantic(op: str, shape: ChunkShape | None = None) -> Graph:
     written = b.make("h", "ur", ("mul", u, "r")) if kind.decay == "scalar" else u
     b.make("h", "Sd", ("dot", ("t", write), written))
     kept: Expr = "S" if kind.decay == "none" else ("mul", "S", ("t", "d"))
-    b.make("h", "S'", ("add", kept, "Sd"), "state_out", in_place="S")
+    b.make("h", "S'", ("add", kept, "Sd"), "state_out")
     b.make("o", "QS", ("dot", query, "S"))
     b.make("o", "QK", ("dot", query, ("t", column)))
     b.make("o", "P", masked("lower", "QK"))

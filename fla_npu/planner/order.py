@@ -6,8 +6,8 @@ What is alive in a memory during a step, by four rules:
   product is whole in L0C and whole in UB while it moves.
 * With `buffers=2`, inputs and outputs have two places for the whole chunk, so that the next chunk is loaded and the
   last one stored meanwhile (a queue of depth two, the custom on Ascend). With 1 they are tensors like others.
-* The state's place is static, because the next chunk runs the same program. If nothing reads the old state after the
-  new one is written, the new one takes its place; else there are two places for the whole chunk, which swap roles.
+* The state's place is static, because the next chunk runs the same program. The new state is written over the old one
+  if it reads it by elements and nothing reads it later; else there are two places for the chunk, which swap roles.
 * A vector operator writes over an input of the same shape and bytes that dies with it, if it reads it by elements.
 """
 
@@ -177,8 +177,10 @@ class _Model:
         return later
 
     def two_states(self, done: int) -> bool:
-        """Whether the new state, written after `done`, finds readers of the old one still to come."""
-        return bool(self.readers.get(self.state, 0) & ~done & ~(1 << self.index[self.new_state]))
+        """Whether the new state, written after `done`, may not take the old one's place."""
+        at = self.index[self.new_state]
+        later = self.readers.get(self.state, 0) & ~done & ~(1 << at)
+        return bool(later) or self.state in _not_elementwise(self.graph.operators[at].expr)
 
     def reserve(self, states: int) -> int:
         """Packed bytes of the static places."""
@@ -464,7 +466,8 @@ def best(graph: Graph, chip: Chip, buffers: int = 2) -> Ordered:
     """The order that needs the least memory, proven by exhaustion.
 
     Of all orders, those that take the smallest part of the fullest memory; of these, those with the fewest bytes of UB;
-    of these, one that loads the fewest operands from L1. It may exceed the chip's memories: `fit` sees to that.
+    of these, one that loads the fewest operands from L1, and if possible writes the state last. It may exceed the
+    chip's memories: `fit` sees to that.
 
     Args:
         graph: placed on the chip.
@@ -499,6 +502,8 @@ def _search(model: _Model, chip: Chip, states: int, than: _Found | None = None) 
     ways = [model]
     if states == 1:
         model = model.delayed(model.readers.get(model.state, 0))
+        if model.new_state in model.index and model.two_states(model.all):
+            return None
         ways = [model.delayed(model.mask(_old_state_readers(model.graph))), model]
     start, sizes = model.reserve(states), capacities(chip)
 
@@ -764,8 +769,7 @@ def _with_gaps(ordered: Ordered, gaps: Collection[_Gap]) -> tuple[Ordered, list[
             for gap in sorted(gaps)
             if gap.until <= step
         }
-        in_place = now.get(one.in_place, one.in_place) if one.in_place else None
-        steps.append((step, replace(one, expr=substituted(one.expr, now), in_place=in_place)))
+        steps.append((step, replace(one, expr=substituted(one.expr, now))))
     steps.sort(key=lambda one: one[0])
     moved = verify(replace(graph, tensors=tensors, operators=tuple(one for _, one in steps)))
     spilled = tuple(dict.fromkeys(gap.tensor for gap in gaps))

@@ -176,7 +176,6 @@ BROKEN = {
     "unit": (changed("e", unit="matrix"), r"operator e runs on the matrix unit but computes \['exp'\]"),
     "product": (changed("G", unit="vector"), "operator G runs on the vector unit but computes"),
     "move": (changed("g@UB", unit="vector"), "operator g@UB runs on the vector unit but computes"),
-    "in place": (changed("S'", in_place="u"), "operator S' may only take the place of an input, not of u"),
     "operand": (tensor_changed("k@L1", space="UB"), r"operator G \(matrix\) reads \['UB'\] and writes L0C"),
     "result": (tensor_changed("G", space="UB"), r"operator G \(matrix\) reads \['L1'\] and writes UB"),
     "vector": (tensor_changed("e", space="L1"), r"operator e \(vector\) reads \['UB'\] and writes L1"),

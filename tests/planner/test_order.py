@@ -123,9 +123,11 @@ def small_graphs(draw: st.DrawFn, most: int = 6) -> Graph:
         operators.append(Operator("o", ("move", source), "b", "move"))
     if with_state:
         like = [one for one in last if one.shape == tensors["S"].shape]
-        expr = ("add", "S", draw(st.sampled_from(like)).name) if like else ("exp", "S")
+        expr: Node = ("add", "S", draw(st.sampled_from(like)).name) if like else ("exp", "S")
+        if tensors["S"].shape[0] == tensors["S"].shape[1] and draw(st.booleans()):
+            expr = ("exp", ("t", "S"))
         tensors["S'"] = replace(tensors["S"], name="S'", role="state_out")
-        operators.append(Operator("S'", expr, "a", "vector", in_place="S"))
+        operators.append(Operator("S'", expr, "a", "vector"))
     return verify(Graph("random", ChunkShape(), tensors, tuple(operators)))
 
 
@@ -162,7 +164,7 @@ def alive_by_the_rules(graph: Graph, order: tuple[str, ...], buffers: int) -> di
             continue
         for step in range(len(order)):
             if name == old:
-                times = 2 if last(old) > at[new] else 1
+                times = 1 if last(old) == at[new] and read_by_elements(graph.producer[new], old) else 2
             elif name in double:
                 times = 2
             else:
@@ -214,11 +216,10 @@ def test_best_is_the_best_of_all_orders(graph: Graph, buffers: int, on: Chip):
     assert found.peaks == peaks(graph, found.order, buffers)
     least = min(map(objective, all_orders(graph)))
     assert objective(found.order) == least
-    chunk_first = [
-        order for order in all_orders(graph) if "S" in graph.tensors and is_chunk_first(graph, order)
-    ]  # fmt: skip
-    if any(objective(order) == least for order in chunk_first):
-        assert is_chunk_first(graph, found.order)
+    # Among equals one that writes the state last, where that spares it a second place.
+    if "S" in graph.tensors and read_by_elements(graph.producer["S'"], "S"):
+        equals = [order for order in all_orders(graph) if objective(order) == least]
+        assert is_chunk_first(graph, found.order) or not any(is_chunk_first(graph, order) for order in equals)
 
 
 # What the products load
