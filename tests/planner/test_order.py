@@ -280,6 +280,15 @@ def test_state_first_needs_one_state_more(op: str, buffers: int):
     assert found.peaks["UB"] - best(graph, P310, buffers).peaks["UB"] == graph.tensors["S"].bytes == 64 * KIB
 
 
+@pytest.mark.parametrize(("op", "l1", "ub"), [("gdn", 96, 193.5), ("kda", 64, 352.5), ("retnet", 128, 192.75)])
+def test_the_fullest_memory_comes_first_and_ub_second(op: str, l1: int, ub: float):
+    on = replace(P310, l1_bytes=4 * KIB)
+    found = best(graph_of(op, on), on)
+    # As little UB as where L1 is no matter, and less L1 than there.
+    assert best(graph_of(op), P310).peaks["UB"] == found.peaks["UB"] == ub * KIB
+    assert best(graph_of(op), P310).peaks["L1"] >= found.peaks["L1"] == l1 * KIB
+
+
 def test_gdn_fits_the_310p_chunk_first_only():
     graph = graph_of("gdn")
     planned, default = fit(graph, P310), state_first(graph, P310)
