@@ -277,6 +277,14 @@ class Cache(FLACache):
     """The cache that layers and models take as `past_key_values`."""
 
 
+class LegacyFLACache(FLACache):
+    """FLA's older class, which also gives the layers' dicts as a list, `states`."""
+
+    @property
+    def states(self) -> list[dict[str, Any] | None]:
+        return list(self)
+
+
 def _select(indices: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x.index_select(0, indices.to(x.device))
 

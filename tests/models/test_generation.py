@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from fla_npu.models.modeling_utils import CACHE
-from fla_npu.models.utils import Cache
+from fla_npu.models.utils import Cache, LegacyFLACache
 from tests.models.tiny import KINDS, make, tokens
 
 NEW = 8
@@ -77,3 +77,15 @@ def test_foreign_cache_is_refused():
         TypeError, match="Expected an FLA cache or a sequence of FLA state dictionaries, got DynamicCache"
     ):
         generate(make("gdn"), tokens(), **{CACHE: DynamicCache()})
+
+
+def test_legacy_cache_is_taken():
+    model, x = make("kda hybrid"), tokens(2, 12)
+    old = LegacyFLACache()
+    with torch.no_grad():
+        for state in model(x[:, :7], use_cache=True)[CACHE]:
+            old.update(**state, layer_idx=len(old), offset=7)
+        assert [state is old[i] for i, state in enumerate(old.states)] == [True] * 3
+        out = model(x[:, 7:], past_key_values=old, use_cache=True)
+        assert type(out[CACHE]) is Cache and out[CACHE].get_seq_length() == 12
+        torch.testing.assert_close(out.logits, model(x).logits[:, 7:], rtol=1e-4, atol=1e-5)

@@ -18,8 +18,9 @@ def takes(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """
     tensors = [x, *(t for t in others if t is not None)]
     return (
-        runs_kernels(x.device)
-        and not torch.compiler.is_compiling()
+        # First: what follows it would break the graph.
+        not torch.compiler.is_compiling()
+        and runs_kernels(x.device)
         and all(t.dtype in DTYPES and t.device == x.device and not t.is_neg() for t in tensors)
         and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     )
