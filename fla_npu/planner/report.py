@@ -121,8 +121,9 @@ def _costs(plan: Plan, compare: bool) -> Iterator[str]:
         ("Gvector", lambda one: f"{one.element_ops / 1e9:,.2f}"),
         ("held MiB", lambda one: f"{one.peak_bytes / MIB:,.1f}"),
         ("ms", lambda one: f"{one.seconds * 1e3:,.2f}"),
-        ("J", lambda one: "-" if one.joules is None else f"{one.joules:,.3f}"),
     ]
+    if ours.joules is not None:
+        columns.append(("J", lambda one: f"{one.joules:,.3f}"))
     if compare:
         columns.append(("x ours", lambda one: f"{one.seconds / ours.seconds:,.2f}"))
     yield "predicted costs; L0: moved from L1 to L0, held: at most in device memory, vector: element operations"
