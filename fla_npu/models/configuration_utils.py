@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
+from fla_npu.models.tp_plan import base_model_tp_plan
+
 AttentionConfig = dict[str, Any] | list[dict[str, Any]] | None
 """`layers` and `num_heads`, and optionally `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`, of softmax
 attention in some layers; a list for several kinds."""
@@ -102,6 +104,7 @@ class DeltaConfig(PretrainedConfig):
     """
 
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
+    base_model_tp_plan = base_model_tp_plan()
 
     def __init__(
         self,

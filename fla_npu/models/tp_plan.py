@@ -1,15 +1,20 @@
-"""`HeadParallel` as a style of transformers' tensor-parallel plans, for the models of `fla_npu.models`."""
+"""The models' tensor-parallel plan for transformers, whose style is `fla_npu.distributed.HeadParallel`."""
 
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 STYLE = "fla_npu_heads"
 
 
 def base_model_tp_plan() -> dict[str, str] | None:
-    """The plan of a model's configuration, whose style is then known to transformers; None where transformers is too
-    old for plans on DTensors, or torch has no `torch.distributed`."""
+    """The plan of a configuration, whose style is then known to transformers.
+
+    None where torch has no DTensors, or transformers is too old for plans on them.
+    """
+    if not torch.distributed.is_available():
+        return None
     try:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
@@ -20,7 +25,7 @@ def base_model_tp_plan() -> dict[str, str] | None:
         return None
 
     class Heads(TensorParallelLayer):
-        """Cuts a layer whole when its turn comes, and loads parameters by the layouts that they have then."""
+        """The whole layer at once: names in a plan cannot tell `f_proj.0` from `f_proj.1`, which differ."""
 
         def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
             return HeadParallel()._apply(module, mesh)
