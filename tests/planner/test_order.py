@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from fla_npu.planner import order as order_module
@@ -131,6 +131,43 @@ def small_graphs(draw: st.DrawFn, most: int = 6) -> Graph:
     return verify(Graph("random", ChunkShape(), tensors, tuple(operators)))
 
 
+def square_graph(steps: dict[str, tuple[Unit, Space, Node]]) -> Graph:
+    """A graph of tensors of one shape, made from x0 and, if it makes S', from the state."""
+    tensors = {"x0": Tensor("x0", (16, 16), "fp16", "input", "GM")}
+    if "S'" in steps:
+        tensors["S"] = Tensor("S", (16, 16), "fp16", "state_in", "UB")
+    for name, (_, space, _) in steps.items():
+        tensors[name] = Tensor(name, (16, 16), "fp16", "state_out" if name == "S'" else "intermediate", space)
+    operators = tuple(Operator(name, expr, "a", unit) for name, (unit, _, expr) in steps.items())
+    return verify(Graph("random", ChunkShape(), tensors, operators))
+
+
+UB_OR_L1 = square_graph(
+    {
+        "a": ("move", "UB", ("move", "x0")),
+        "a1": ("move", "L1", ("move", "a")),
+        "a2": ("move", "L1", ("move", "a")),
+        "b": ("move", "UB", ("move", "a2")),
+        "a3": ("move", "L1", ("move", "a")),
+        "c": ("move", "UB", ("move", "a1")),
+    }
+)
+"""Less L1 costs more UB."""
+OPERAND_OR_STATE = square_graph(
+    {
+        "z": ("move", "L1", ("move", "x0")),
+        "s": ("move", "L1", ("move", "S")),
+        "Q": ("matrix", "L0C", ("dot", "s", ("t", "z"))),
+        "S'": ("vector", "UB", ("exp", "S")),
+        "w": ("move", "L1", ("move", "S'")),
+        "T": ("matrix", "L0C", ("invert", "w")),
+        "T1": ("move", "L1", ("move", "T")),
+        "R": ("matrix", "L0C", ("dot", "T1", ("t", "z"))),
+    }
+)
+"""z is loaded once only where Q, which reads the old state, waits for the inverse, which reads the new one."""
+
+
 def all_orders(graph: Graph, done: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     if len(done) == len(graph.operators):
         yield done
@@ -204,6 +241,8 @@ def test_lifetimes_add_up_to_occupancy(graph: Graph, buffers: int):
 
 @settings(max_examples=150, deadline=None)
 @given(small_graphs(), st.sampled_from([1, 2]), st.sampled_from([TINY, P310, NO_L0C]))
+@example(UB_OR_L1, 1, TINY)
+@example(OPERAND_OR_STATE, 1, P310)
 def test_best_is_the_best_of_all_orders(graph: Graph, buffers: int, on: Chip):
     sizes = capacities(on)
 
@@ -410,6 +449,24 @@ def test_spills_are_the_cheapest(graph: Graph, buffers: int, part: float):
     else:
         with pytest.raises(ValueError, match=r"needs .* bytes of UB"):
             fit(graph, on, order, buffers)
+
+
+def test_two_small_spills_are_cheaper_than_a_large_one():
+    tensors: dict[str, Tensor] = {}
+    loads, uses = [], []
+    for name, rows in {"a": 32, "b": 8, "c": 8, "full": 32}.items():
+        like = Tensor(name, (rows, 16), "fp32", space="UB")
+        tensors[f"x{name}"] = replace(like, name=f"x{name}", role="input", space="GM")
+        tensors |= {name: like, f"r{name}": replace(like, name=f"r{name}")}
+        loads.append(Operator(name, ("move", f"x{name}"), "a", "move"))
+        uses.append(Operator(f"r{name}", ("exp", name), "a", "vector"))
+    graph = verify(Graph("random", ChunkShape(), tensors, (*loads, *reversed(uses))))
+    row = 16 * 4
+    assert peaks(graph, semantic_order(graph), 1)["UB"] == 80 * row
+    found = fit(graph, replace(P310, ub_bytes=64 * row), semantic_order(graph), 1)
+    # What is in global memory anyway is not stored.
+    assert (found.spilled, found.spill_bytes) == (("b", "c"), 16 * row)
+    check(found, replace(P310, ub_bytes=64 * row))
 
 
 def copy_of(size: int) -> Graph:
