@@ -98,7 +98,7 @@ def _cores(plan: Plan, axis: Any) -> None:
     axis.axvline(even, color=LIMIT, linestyle="--", linewidth=1.2, label="even share")
     axis.set(xlabel="ms, predicted", ylabel="core", title="heads to cores", xlim=(0, 1.01 * unit * plan.dealt.makespan))
     axis.set_ylim(plan.dealt.cores - 0.4, -0.6)
-    axis.legend(fontsize=8, loc="lower right", frameon=True)
+    axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
 
 
 def _costs(plan: Plan, axes: Any) -> None:

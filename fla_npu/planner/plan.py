@@ -210,11 +210,6 @@ class Plan:
     def order(self) -> tuple[str, ...]:
         return tuple(step.operator for step in self.steps)
 
-    @property
-    def fits(self) -> bool:
-        """Whether no memory is exceeded; always."""
-        return all(one.bytes is None or one.peak <= one.bytes for one in self.memories)
-
     def deal(self) -> Deal:
         """The schedule itself, and segments; the launchers get the same object."""
         return _deal(self.request, self.config)
