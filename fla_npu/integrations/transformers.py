@@ -27,7 +27,6 @@ import torch
 
 from fla_npu.errors import MissingExtraError
 from fla_npu.integrations.report import Report, lock
-from fla_npu.modules.causal_conv1d.ops import ACTIVATIONS
 
 MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 """Names of transformers' modeling modules."""
@@ -211,6 +210,8 @@ def _serve_op(name: str, original: Callable[..., Any], report: Report) -> Callab
 def _serve_convolution(name: str, original: Callable[..., Any] | None, report: Report) -> Callable[..., Any]:
     """In transformers up to 5.14, `causal_conv1d_fn` is None without the package; then there is none to delegate to."""
     from transformers.utils.import_utils import is_torchdynamo_exporting
+
+    from fla_npu.modules.causal_conv1d.ops import ACTIVATIONS
 
     function = _load(CONVOLUTIONS[name])
     named = _keywords(function)

@@ -45,6 +45,10 @@ def state() -> dict[str, object]:
     }
 
 
+def logged() -> str:
+    return " ".join(backends._function_registries[inspect.unwrap(fla.ops.kda.chunk_kda)]._logged)
+
+
 @without_gpu
 @pytest.mark.parametrize("family", ["Qwen3_5", "KimiLinear"])
 def test_models_of_transformers_run_where_fla_finds_no_driver(family):
@@ -144,7 +148,9 @@ def test_everything_is_put_back():
         assert not [name for name in report.skipped if name.startswith("fla")]
         assert state() != before
         KDAForCausalLM(KDAConfig(**MODEL))(torch.ones(1, 5, dtype=torch.long))
+        assert fla_backend.BACKEND in logged()
     assert state() == before
+    assert fla_backend.BACKEND not in logged()
 
 
 def test_comes_before_every_backend_of_fla():

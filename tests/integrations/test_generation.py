@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+import fla_npu
 from fla_npu.integrations.generation import Generation, compare, generate, run_served, run_torch_path
 from fla_npu.integrations.transformers import torch_path
 from tests.tiny_models import tiny_model
@@ -37,9 +38,10 @@ class TestGeneration:
     def test_stops_at_the_end_token(self):
         model = tiny_model("Qwen3_5")
         ids = torch.randint(3, 512, (1, 20), generator=torch.Generator().manual_seed(7))
-        tokens = generate(model, ids, max_new_tokens=8, piece=64).tokens
-        model.generation_config.eos_token_id = [tokens[3]]
-        assert generate(model, ids, max_new_tokens=8, piece=64).tokens == tokens[: tokens.index(tokens[3]) + 1]
+        with fla_npu.enabled():
+            tokens = generate(model, ids, max_new_tokens=8, piece=64).tokens
+            model.generation_config.eos_token_id = [tokens[3]]
+            assert generate(model, ids, max_new_tokens=8, piece=64).tokens == tokens[: tokens.index(tokens[3]) + 1]
 
     def test_the_torch_path_is_counted_too(self):
         model = tiny_model("KimiLinear")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
 @pytest.fixture
-def no_fla(monkeypatch):
+def no_fla():
     """The state of an environment without FLA and causal_conv1d, whatever is installed here."""
     if any(map(hook.installed_elsewhere, ("fla", "causal_conv1d"))):
         pytest.skip("fla or causal_conv1d is installed: tests/integrations/test_fla_backend.py is for that")
@@ -70,7 +69,7 @@ class TestNames:
         with fla_npu.enabled():
             importlib.import_module("fla.modules.conv.causal_conv1d")
             importlib.import_module("fla.modules.conv.short_conv")
-            assert conv.causal_conv1d is function
+            assert conv.causal_conv1d is function and callable(function)
             assert conv.__spec__ is spec
 
     def test_the_name_has_fla_s_version_and_finds_as_a_package(self):
@@ -292,26 +291,23 @@ def test_a_finder_that_enables_while_enabling(monkeypatch):
     assert sys.meta_path[1:] == path
 
 
-def test_works_without_transformers(tmp_path: Path):
+def run(code: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_works_without_transformers_and_triton():
     code = (
-        "import sys\n"
-        "class Missing:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('transformers', 'triton'): raise ModuleNotFoundError(name=name)\n"
-        "sys.meta_path.insert(0, Missing())\n"
+        "import sys; sys.modules.update(transformers=None, triton=None)\n"
         "import fla_npu, fla_npu.integrations.hook as hook\n"
         "hook._version = {}.get\n"
-        "report = fla_npu.enable()\n"
-        "print(report.skipped['transformers'], 'fla' in report.routes)\n"
+        "print(*fla_npu.enable().skipped)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split("\n")[0] in ("not installed True", "not installed False")
+    assert "transformers" in run(code)
 
 
 def test_enabling_imports_nothing_heavy():
     code = (
         "import sys, fla_npu; before = set(sys.modules); fla_npu.enable();"
-        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+        "print(*[name for name in set(sys.modules) - before if '.' not in name or name == 'torch._dynamo'])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"transformers", "triton", "fla", "torch_npu"} & set(result.stdout.split())
+    assert not {"transformers", "triton", "fla", "torch_npu", "torch._dynamo"} & set(run(code))

@@ -11,6 +11,7 @@ import torch.nn as nn
 import fla_npu
 from fla_npu.errors import MissingExtraError
 from fla_npu.integrations import transformers as hook
+from fla_npu.integrations.imports import installed_elsewhere
 from fla_npu.integrations.transformers import OPS, torch_path
 from tests.tiny_models import CONFIGS, tiny_model
 
@@ -243,6 +244,7 @@ class TestRestoring:
         assert vars(module) == before
 
 
+@pytest.mark.skipif(installed_elsewhere("fla"), reason="the original function is then one of FLA, for GPUs")
 def test_other_devices_get_the_original_functions():
     module = modeling_module("Qwen3_5")
     q = torch.empty(1, 5, 2, 16, device="meta")
