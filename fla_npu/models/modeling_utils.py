@@ -88,20 +88,18 @@ class DeltaBlock(GradientCheckpointingLayer):
         attnres_states: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None, Cache | None, Sequence[torch.Tensor] | None]:
-        """hidden_states `[B, T, hidden]` and the same after the block, None, the cache, and with attention residuals
-        the sums of the earlier blocks of sub-layers."""
+        """The block's hidden states `[B, T, hidden]`, None, the cache, and with attention residuals the sums of the
+        earlier blocks of sub-layers."""
 
         def mix(x: torch.Tensor) -> torch.Tensor:
-            nonlocal past_key_values
-            y, _, past_key_values = self.attn(
+            return self.attn(
                 hidden_states=x,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 output_attentions=output_attentions,
                 **kwargs,
-            )
-            return y
+            )[0]
 
         if self.config.attnres_block_size is None:
             mixed = mix(self.attn_norm(hidden_states))
@@ -145,7 +143,6 @@ class FLAPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _input_embed_layer = "embeddings"
     _is_stateful = True
-    _supports_cache_class = True
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
