@@ -177,8 +177,8 @@ def _served(function: str, original: Callable[..., Any], target: _Target, report
 
 
 def _accepts(target: _Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the first tensor is on a device that is served, and nothing is asked for that this package refuses."""
-    first = args[0] if args else next(iter(kwargs.values()))
+    """Whether the input is on a device that is served, and nothing is asked for that this package refuses."""
+    first = args[0] if args else next(kwargs[name] for name in ("q", "x", "g") if name in kwargs)
     return first.device.type in target.devices and kwargs.get("cp_context") is None
 
 

@@ -37,7 +37,13 @@ class _Root(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(self._target), name)
+        target = importlib.import_module(self._target)
+        if hasattr(target, name):
+            return getattr(target, name)
+        try:  # packages such as `layers`, which FLA's root imports and this package's does not
+            return importlib.import_module(f"{self._target}.{name}")
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from error
 
 
 class _RootLoader(Loader):

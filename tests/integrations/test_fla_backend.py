@@ -175,7 +175,11 @@ def test_other_devices_and_context_parallelism_are_left_to_fla():
         ):
             with pytest.raises((RuntimeError, AttributeError, AssertionError)):
                 call()
-    assert not report.calls
+        assert not report.calls
+        q, gate = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)
+        # Whatever the order of keywords.
+        fla.ops.gated_delta_rule.chunk_gated_delta_rule(cu_seqlens=None, g=gate, beta=gate, k=q, v=q, q=q)
+    assert report.calls == {"chunk_gated_delta_rule": 1}
 
 
 def test_an_fla_imported_later_is_served_and_put_back():

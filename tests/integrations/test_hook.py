@@ -80,6 +80,7 @@ class TestNames:
 
             assert fla.__version__ == "0.6.0"
             assert fla.chunk_kda is fla_npu.chunk_kda
+            assert fla.layers.GatedDeltaNet is importlib.import_module("fla_npu.layers").GatedDeltaNet
             assert importlib.util.find_spec("fla").submodule_search_locations == []
             available = _is_package_available("fla")
             assert available[0] if isinstance(available, tuple) else available
