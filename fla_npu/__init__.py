@@ -1,5 +1,6 @@
 """fla_npu: the Flash Linear Attention API for Huawei Ascend NPUs, and fast on any CPU."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fla_npu._version import __version__
@@ -36,4 +37,9 @@ def __getattr__(name: str) -> Any:
         from fla_npu.integrations import hook
 
         return getattr(hook, name)
+    # FLA's root has the layers and models too; they are loaded when asked for.
+    for package in ("layers", "models") if name[:1].isupper() else ():
+        module = importlib.import_module(f"fla_npu.{package}")
+        if name in module.__all__:
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -88,7 +88,7 @@ PATHS = {
     "modules.rotary": "RotaryEmbedding rotary_embedding",
     "modules.l2warp": "l2_warp",
     "modules.mlp": "GatedMLP SwiGLULinear",
-    "layers": "GatedDeltaNet KimiDeltaAttention GatedDeltaNet2 GatedDeltaProduct",
+    "layers": "Attention GatedDeltaNet KimiDeltaAttention GatedDeltaNet2 GatedDeltaProduct",
     "layers.gated_deltanet": "GatedDeltaNet",
     "layers.kda": "KimiDeltaAttention",
     "layers.attn": "Attention",

@@ -159,7 +159,10 @@ class DeltaLayer(nn.Module, ABC):
             output_final_state=bool(use_cache),
             cu_seqlens=cu_seqlens,
         )
-        update_layer_cache(self, past_key_values, recurrent_state=recurrent_state, conv_state=conv_state, offset=q_len)
+        if use_cache:
+            update_layer_cache(
+                self, past_key_values, recurrent_state=recurrent_state, conv_state=conv_state, offset=q_len
+            )
         o = self.o_proj(self.gated_norm(o, hidden_states).flatten(-2))
         return repad_hidden_states(o, indices, batch_size, q_len), None, past_key_values
 
@@ -214,11 +217,16 @@ class DeltaLayer(nn.Module, ABC):
         self.v_conv1d = ShortConvolution(self.value_dim, self.conv_size, bias=self.conv_bias)
 
 
+class UndecayedParameter(nn.Parameter):
+    """A parameter with the mark that FLA's training recipes look for. The class has it: transformers before version 5
+    makes parameters anew from those that a module registers, and fails on attributes of their own."""
+
+    _no_weight_decay = True
+
+
 def without_weight_decay(x: torch.Tensor) -> nn.Parameter:
-    """x as a parameter with the mark that FLA's training recipes look for."""
-    parameter = nn.Parameter(x)
-    parameter._no_weight_decay = True  # type: ignore[attr-defined]
-    return parameter
+    """x as a parameter that weight decay leaves alone."""
+    return UndecayedParameter(x)
 
 
 def log_uniform_rates(size: int, low: float) -> torch.Tensor:
