@@ -17,10 +17,14 @@ from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fla_npu.integrations import fla_backend, transformers
 from fla_npu.integrations.imports import STAND_INS, ImportHooks, installed_elsewhere
 from fla_npu.integrations.report import Report, lock
+
+if TYPE_CHECKING:
+    from fla_npu.integrations.layers import LayerHook
 
 FLA_DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
 
@@ -32,25 +36,36 @@ class _Active:
         self.report = Report()
         self.transformers = transformers.Hook(transformers.serve, self.report)
         self.fla = fla_backend.FlaHook(self.report)
+        self.layers: LayerHook | None = None
         self.imports = ImportHooks(_is_watched, self.attach)
 
     def start(self) -> None:
         _describe(self.report)
         self.imports.install()
 
-    def extend(self) -> None:
+    def extend(self, layers: bool) -> None:
         self.transformers.extend()
         self.fla.extend()
+        if layers and self.layers is None and _version("transformers") is not None:
+            from fla_npu.integrations.layers import LayerHook
+
+            self.layers = LayerHook(self.transformers, self.report)
+        if self.layers is not None:
+            self.layers.extend()
 
     def attach(self, module: ModuleType) -> None:
         if _is_modeling(module.__name__):
             self.transformers.attach(module)
+            if self.layers is not None:
+                self.layers.attach(module)
         elif module.__name__ in fla_backend.TARGETS:
             self.fla.attach(module)
 
     def undo(self) -> None:
         with lock:
             self.imports.remove()
+            if self.layers is not None:
+                self.layers.undo()
             self.transformers.undo()
             self.fla.undo()
 
@@ -63,7 +78,7 @@ _kept_on = False
 """Whether `enable()` was called."""
 
 
-def enable() -> Report:
+def enable(*, layers: bool = False) -> Report:
     """Serve the linear attention of transformers, of FLA and of code written for FLA with this package.
 
     From then on
@@ -75,13 +90,18 @@ def enable() -> Report:
 
     Only calls on CPU and NPU tensors are served; others go where they went before. Idempotent, and safe in any thread.
 
+    Args:
+        layers: also replace transformers' linear-attention layers as a whole (transformers 5.22 and later): those of
+            models that exist, and of models that `from_pretrained` and `from_config` build from now on. See
+            `integrations.layers`.
+
     Returns:
         A report of what was replaced, left alone and called. The same one until `disable()`.
     """
     global _kept_on
     with _switch:
         _kept_on = True
-        return _extend()
+        return _extend(layers)
 
 
 def disable() -> None:
@@ -98,13 +118,13 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled() -> Iterator[Report]:
-    """`enable()` for the length of a `with` block, or longer if another block or an `enable()` keeps it on."""
+def enabled(*, layers: bool = False) -> Iterator[Report]:
+    """`enable(...)` for the length of a `with` block, or longer if another block or an `enable()` keeps it on."""
     global _users
     with _switch:
         _users += 1
         try:
-            report = _extend()
+            report = _extend(layers)
         except BaseException:
             _leave()
             raise
@@ -122,13 +142,13 @@ def _leave() -> None:
         disable()
 
 
-def _extend() -> Report:
+def _extend(layers: bool) -> Report:
     global _active
     if _active is None:
         # Known before it starts: looking for FLA may run a finder that enables, such as the one of a `.pth` file.
         _active = _Active()
         _active.start()
-    _active.extend()
+    _active.extend(layers)
     return _active.report
 
 

@@ -135,8 +135,8 @@ def _kda_heads(layer: Any) -> Heads:
 
 
 def _kda_options(layer: Any) -> dict[str, Any] | None:
-    gate: nn.Module = layer.forget_gate
-    if not _gate_is_understood(type(gate)):
+    gate = layer.forget_gate
+    if not _gate_is_understood(gate.__class__):
         return None
     if hasattr(gate, "safe_gate"):
         lower_bound = gate.lower_bound if gate.safe_gate else None
