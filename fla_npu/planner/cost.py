@@ -41,8 +41,8 @@ from fla_npu.planner.dataflow import (
 from fla_npu.planner.layout import naive_layouts, plan_layouts
 from fla_npu.planner.mappings import WARMUP, Extra, Partition, Stage, partition, segment_chunks
 from fla_npu.planner.order import best, operand_traffic, rereading, semantic_order
+from fla_npu.planner.schedule import TILES, schedule
 from fla_npu.planner.schedule import Cost as ScheduleCost
-from fla_npu.planner.schedule import schedule
 
 Variant = Literal["mapped", "ordered", "planned"]
 """Of the head mapping: in the semantic order with a spilled state; with the rewrite and the planned order; with planned
@@ -126,6 +126,7 @@ def cost(
     shape: ChunkShape | None = None,
     variant: Variant = "planned",
     machine: Machine | None = None,
+    tiles: Sequence[int] = TILES,
 ) -> Cost:
     """The cost of a forward call.
 
@@ -138,6 +139,7 @@ def cost(
         shape: sizes and dtypes of a chunk.
         variant: of the head mapping, see `Variant`; others have one.
         machine: instead of `machine_of(chip)`.
+        tiles: columns of a state that a core may take at once.
 
     Raises:
         ValueError: an argument is not among those named here, or there is nothing to compute.
@@ -149,7 +151,8 @@ def cost(
         raise ValueError(f"heads must be a positive int, got {heads!r}")
     if not lengths or any(type(one) is not int or one < 1 for one in lengths):
         raise ValueError(f"lengths must be positive ints, at least one, got {lengths!r}")
-    call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine or machine_of(chip))
+    machine = machine or machine_of(chip)
+    call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine, tuple(tiles))
     return call.cost()
 
 
@@ -162,6 +165,7 @@ class _Call:
     lengths: tuple[int, ...]
     variant: Variant
     machine: Machine
+    tiles: tuple[int, ...]
 
     @property
     def shape(self) -> ChunkShape:
@@ -316,11 +320,8 @@ class _Call:
         else:
             lengths = self._segments() if stage.grain == "segment" else chunks
 
-        def item(count: int, columns: int) -> int:
-            step = self._step(stage, columns)
-            return _picoseconds(self.machine.item + step.first + (count - 1) * step.seconds)
-
-        made = schedule(lengths, self.heads, cores, value_dim=self.shape.V, chunk=1, cost=item)
+        item = ItemCost(self.op, self.chip, self.shape, self.machine, self.partition.name, stage.name, self.variant)
+        made = schedule(lengths, self.heads, cores, value_dim=self.shape.V, tiles=self.tiles, chunk=1, cost=item)
         return made.makespan * 1e-12
 
     def _whole_tensors(self, stage: Stage) -> float:
@@ -329,6 +330,25 @@ class _Call:
         total = _memory(self.chip)
         macs = sum(graph.macs(one) for one in stage.operators)
         return self._visits(stage) * max(moved / total, macs / (_macs(self.chip) * self.chip.aicores))
+
+
+@dataclass(frozen=True)
+class ItemCost:
+    """Picoseconds of an item of so many chunks and columns on one core: `cost` deals heads to cores by it, `plan` too
+    where no Triton kernel runs."""
+
+    op: str
+    chip: Chip
+    shape: ChunkShape
+    machine: Machine
+    mapping: str = "head"
+    stage: str = "head"
+    variant: Variant = "planned"
+
+    def __call__(self, chunks: int, columns: int) -> int:
+        chunk = _Chunk(self.op, self.mapping, self.stage, self.shape, columns, self.chip, self.variant)
+        step = _step(chunk, self.machine.operator)
+        return _picoseconds(self.machine.item + step.first + (chunks - 1) * step.seconds)
 
 
 def machine_of(chip: Chip) -> Machine:

@@ -14,7 +14,7 @@ from fla_npu.ops.common.configs import Config, pad
 from fla_npu.ops.common.tune import config_for
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
-from fla_npu.planner.schedule import Cost, Schedule, equal_schedule, schedule
+from fla_npu.planner.schedule import CostModel, Schedule, equal_schedule, schedule
 
 KERNELS: Mapping[str, str] = MappingProxyType({"chunk_gdn": "gdn", "chunk_kda": "kda"})
 """The chunk kernels, and the row of `dataflow.RECURRENCES` that each computes."""
@@ -111,6 +111,7 @@ def deal(
     sequences: int,
     tokens: int,
     lengths: tuple[int, ...] | None = None,
+    cost: CostModel | None = None,
 ) -> Deal:
     """Who computes what of a call with a configuration.
 
@@ -122,8 +123,9 @@ def deal(
         cores: programs of a launch.
         sequences, tokens: of the call, tokens in all.
         lengths: of the sequences, where the host knows them. Without, nothing is cut and no table is made.
+        cost: of an item, hashable; `cost.schedule_cost(op)`, that of the chunk kernels, by default.
     """
-    return _deal(op, config.fit(pad(V)), pad(V), heads, cores, sequences, tokens, lengths)
+    return _deal(op, config.fit(pad(V)), pad(V), heads, cores, sequences, tokens, lengths, cost)
 
 
 # Few: what is kept of unequal lengths has an entry per unit.
@@ -137,11 +139,12 @@ def _deal(
     sequences: int,
     tokens: int,
     lengths: tuple[int, ...] | None,
+    cost: CostModel | None,
 ) -> Deal:
     # With it comes the whole planner, which `import fla_npu` should not wait for.
     from fla_npu.planner.cost import schedule_cost
 
-    cost = schedule_cost(op)
+    cost = cost or schedule_cost(op)
     if lengths is None:
         length = tokens // max(sequences, 1)
         whole = equal_schedule(
@@ -153,7 +156,7 @@ def _deal(
 
 
 def _segments(
-    lengths: tuple[int, ...], heads: int, cores: int, V: int, config: Config, whole: Schedule, cost: Cost
+    lengths: tuple[int, ...], heads: int, cores: int, V: int, config: Config, whole: Schedule, cost: CostModel
 ) -> Segments | None:
     """Segments where they end earlier by the schedule's model than the schedule of one launch."""
     units = len(lengths) * heads * -(-V // config.width)

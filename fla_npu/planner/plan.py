@@ -18,13 +18,14 @@ from fla_npu.ops.common.configs import Config, pad, tile_size
 from fla_npu.planner import kernels
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
-from fla_npu.planner.cost import Variant, cost, schedule_cost
+from fla_npu.planner.cost import ItemCost, Variant, cost, machine_of, schedule_cost
 from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, ChunkShape, Expr, Graph, Unit, placed, rewritten, semantic
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
 from fla_npu.planner.layout import Layout, plan_layouts
 from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
-from fla_npu.planner.schedule import Item, Schedule
+from fla_npu.planner.schedule import TILES as COLUMN_TILES
+from fla_npu.planner.schedule import CostModel, Item, Schedule
 
 SCHEMA = "fla_npu.plan/1"
 """Of the JSON form; its number grows when a plan of before cannot be read any more."""
@@ -212,12 +213,12 @@ class Plan:
 
     def deal(self) -> Deal:
         """The schedule itself, and segments; the launchers get the same object."""
-        return _deal(self.request, self.config)
+        return _deal(self.request, self.config, self.kernel)
 
     def timeline(self) -> Iterator[tuple[Span, ...]]:
         """What each core does, one core after another."""
         schedule, chunk = self.deal().schedule, self.config.chunk
-        item_cost = schedule_cost(self.request.op)
+        item_cost = _item_cost(self.request, self.config, self.kernel)
         split = schedule.split
         for core in range(schedule.cores):
             spans, now = [], 0
@@ -337,7 +338,7 @@ def plan(
     kernel = _kernel(request, found)
     config, ordered = _tiled(request, found, kernel, chunk, tile)
     layouts = plan_layouts(ordered.graph, found, _chunks(request, config))
-    dealt = _deal(request, config)
+    dealt = _deal(request, config, kernel)
     return Plan(
         request=request,
         config=config,
@@ -460,19 +461,21 @@ def _tiled(
         for tokens in ([chunk] if chunk else CHUNKS)
         for width in ([tile] if tile else [one for one in TILES if one <= widest])
     ]
-    found: list[tuple[Config, Ordered]] = []
+    whole: list[tuple[Config, Ordered]] = []
+    spilling: list[tuple[Config, Ordered]] = []
     for config in tried:
+        # Of two that keep everything on the core, one that is larger in both sizes is never slower.
+        if any(config.chunk <= one.chunk and config.width <= one.width for one, _ in whole):
+            continue
         try:
             ordered = fit(_graph(request, chip, config.chunk, config.width), chip)
         except ValueError:
             continue
-        if not ordered.spilled:
-            return _with_tiles(request, config), ordered
-        found.append((config, ordered))
-    if found:
-        config, ordered = found[0]
-        return _with_tiles(request, config), ordered
-    return tried[0], _fitted(request, chip, tried[0], chunk, tile)
+        (spilling if ordered.spilled else whole).append((_with_tiles(request, config), ordered))
+    found = whole or spilling[:1]
+    if not found:
+        return tried[0], _fitted(request, chip, tried[0], chunk, tile)
+    return min(found, key=lambda one: _deal(request, one[0], None).schedule.makespan)
 
 
 def _fitted(request: Request, chip: Chip, config: Config, chunk: int | None, tile: int | None) -> Ordered:
@@ -521,10 +524,23 @@ def _with_tiles(request: Request, config: Config) -> Config:
     """The configuration with the tiles of residual heads that end first, where tiles do."""
     options = [0, *(tile for tile in TILES if tile < config.width)]
     made = [Config(chunk=config.chunk, width=config.width, tile=tile) for tile in options]
-    return min(made, key=lambda one: _deal(request, one).schedule.makespan)
+    return min(made, key=lambda one: _deal(request, one, None).schedule.makespan)
 
 
-def _deal(request: Request, config: Config) -> Deal:
+def _item_cost(request: Request, config: Config, kernel: str | None) -> CostModel:
+    """Of an item: what compiled kernels tell where one runs, else what the model predicts."""
+    if kernel:
+        return schedule_cost(request.op)
+    chip = find_chip(request.chip)
+    return ItemCost(request.op, chip, _whole_shape(request, config.chunk), machine_of(chip))
+
+
+def _whole_shape(request: Request, chunk: int) -> ChunkShape:
+    """Of a chunk with all columns of a head."""
+    return ChunkShape(chunk, pad(request.K), pad(request.V), request.dtype)
+
+
+def _deal(request: Request, config: Config, kernel: str | None) -> Deal:
     return kernels.deal(
         request.op,
         config,
@@ -534,6 +550,7 @@ def _deal(request: Request, config: Config) -> Deal:
         sequences=len(request.lengths),
         tokens=sum(request.lengths),
         lengths=request.lengths,
+        cost=_item_cost(request, config, kernel),
     )
 
 
@@ -561,8 +578,16 @@ def _predictions(request: Request, chip: Chip, config: Config) -> Iterator[Predi
     lengths = tuple(length for length in request.lengths if length)
     for name, mapping, variant in WAYS:
         tokens = config.chunk if mapping == "head" else CHUNKS[0]
-        shape = ChunkShape(tokens, pad(request.K), pad(request.V), request.dtype)
-        found = cost(request.op, mapping, chip=chip, heads=request.heads, lengths=lengths, shape=shape, variant=variant)
+        found = cost(
+            request.op,
+            mapping,
+            chip=chip,
+            heads=request.heads,
+            lengths=lengths,
+            shape=_whole_shape(request, tokens),
+            variant=variant,
+            tiles=config.tiles if mapping == "head" else COLUMN_TILES,
+        )
         yield Prediction(
             name=name,
             mapping=mapping,

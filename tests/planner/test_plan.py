@@ -88,6 +88,23 @@ def test_report_stays_within_its_columns(made: Plan):
     assert all(any(line.split()[1:2] == [name] for line in lines) for name in made.order)
 
 
+@pytest.mark.parametrize("K", [128, 256])
+@pytest.mark.parametrize("name", ["310P", "310B1", "950"])
+def test_without_a_kernel_the_schedule_is_the_predicted_one(name, K):
+    made = plan("kda", name, heads=18, lengths=[4096, 100, 900], K=K, V=K)
+    ours = made.predictions[-1]
+    assert ours.seconds - ours.submission_seconds == pytest.approx(made.dealt.makespan * 1e-12, rel=1e-9)
+
+
+def test_of_the_sizes_that_fit_the_quickest_are_taken():
+    """Keys of 256 leave the 310P room for 64 tokens and 32 columns, or for 32 tokens and 64 columns."""
+    call = {"heads": 16, "seq": 4096, "K": 256, "V": 256}
+    made = plan("kda", "310P", **call)
+    others = [plan("kda", "310P", chunk=64, tile=32, **call), plan("kda", "310P", chunk=32, tile=64, **call)]
+    assert all(not one.spilled for one in [made, *others])
+    assert made.predictions[-1].seconds == min(one.predictions[-1].seconds for one in others)
+
+
 NUMBERS = st.integers(1, 256)
 
 
