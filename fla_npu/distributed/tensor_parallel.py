@@ -191,8 +191,10 @@ def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     distributed = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]), parameter.requires_grad)
-    # Marks such as `_no_weight_decay`.
     distributed.__dict__.update(parameter.__dict__)
+    # A mark that the class of a parameter has.
+    if getattr(parameter, "_no_weight_decay", False):
+        distributed._no_weight_decay = True  # type: ignore[attr-defined]
     return distributed
 
 

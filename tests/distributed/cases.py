@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fla_npu.distributed import HeadParallel, parallelize
-from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
 from fla_npu.models.utils import Cache
 from fla_npu.modules import GatedMLP, RMSNorm
 from fla_npu.testing import rms_ratio
@@ -301,6 +301,8 @@ def refusals(mesh: DeviceMesh, folder: Path) -> None:
         parallelize(GatedMLP(HIDDEN, intermediate_size=33), mesh)
     with pytest.raises(ValueError, match=r"must be or contain one of .*GatedDeltaNet, .*got Linear"):
         parallelize(nn.Linear(2, 2), mesh)
+    with pytest.raises(ValueError, match="got GatedDeltaProduct"):
+        parallelize(GatedDeltaProduct(HIDDEN, head_dim=16, num_heads=2), mesh)
     with pytest.raises(ValueError, match=r"HeadParallel can cut .*got Linear"):
         parallelize_module(nn.Linear(2, 2), mesh, HeadParallel())
     with pytest.raises(ValueError, match="must not be parallel yet, but A_log of GatedDeltaNet is a DTensor"):
