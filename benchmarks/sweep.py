@@ -28,6 +28,7 @@ import click
 from fla_npu.ops.common import tune
 from fla_npu.ops.common.configs import Config
 from fla_npu.planner.chips import chip as find_chip
+from fla_npu.planner.cost import schedule_cost
 from fla_npu.planner.schedule import equal_schedule
 
 HERE = Path(__file__).resolve().parent
@@ -296,16 +297,20 @@ def measure_grid(cases: list[Case], table: Table, cores: int, rounds: int) -> No
 
 
 def predict(
-    rows: Mapping[tuple[int, int], Mapping], config: Config, units: int, V: int, length: int, cores: int
+    rows: Mapping[tuple[int, int], Mapping], op: str, config: Config, units: int, V: int, length: int, cores: int
 ) -> float:
     """Cycles of a call: rounds of whole units and of tiles as the schedule deals them, each as its row counts.
 
     Args:
         rows: compiled rows of one op, precision and K by (chunk, width), V = K columns.
+        op: `chunk_gdn` or `chunk_kda`.
         config: chunk, width and tile.
         units: sequences times heads, with V columns each.
     """
-    plan = equal_schedule(1, units, cores, value_dim=V, tiles=config.tiles, length=length, chunk=config.chunk)
+    cost = schedule_cost(op.removeprefix("chunk_"))
+    plan = equal_schedule(
+        1, units, cores, value_dim=V, tiles=config.tiles, length=length, chunk=config.chunk, cost=cost
+    )
     split, tokens = plan.split, -(-length // config.chunk) * config.chunk
 
     def one(width: int) -> float:
@@ -340,7 +345,9 @@ def choose(rows: Mapping[tuple[int, int], Mapping], key: tune.Key, cores: int, u
     tokens = {"16": 16, "32": 32, "long": SEQ}[key.length]
     units = representative(key.load, cores)
     scored = {
-        config: predict(rows, config, units, key.V, tokens, cores) for config in tune.sizes(key) if usable(key, config)
+        config: predict(rows, key.op, config, units, key.V, tokens, cores)
+        for config in tune.sizes(key)
+        if usable(key, config)
     }
     scored = {config: value for config, value in scored.items() if value < math.inf}
     if not scored:

@@ -73,7 +73,7 @@ ONE = 441.0
     ],
 )
 def test_prediction(config, units, length, cycles):
-    assert sweep.predict(table(), config, units, 128, length, 20) == pytest.approx(cycles)
+    assert sweep.predict(table(), "chunk_gdn", config, units, 128, length, 20) == pytest.approx(cycles)
 
 
 def key(load: str, length: str) -> tune.Key:

@@ -183,7 +183,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         self.accumulate_grad_in_fp32 = accumulate_grad_in_fp32
         self.process_group = process_group
 
-    @torch.compiler.disable
     def forward(
         self, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:

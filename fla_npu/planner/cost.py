@@ -20,7 +20,7 @@ Traffic, arithmetic and memory are counted; no constant is in them. Time is mode
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -174,7 +174,7 @@ class _Call:
     def cost(self) -> Cost:
         read, written = self._traffic()
         stages = {one.name: self._seconds(one) for one in self.partition.stages}
-        longest = max(self._chunks())
+        longest = max(self._chunks)
         launches = sum(one.submissions * (longest if one.looped else 1) for one in self._visited())
         submissions = launches * self.machine.launch
         seconds = sum(stages.values()) + submissions
@@ -200,22 +200,24 @@ class _Call:
 
     # Counts
 
+    @cached_property
     def _chunks(self) -> list[int]:
         return [-(-length // self.shape.C) for length in self.lengths]
 
+    @cached_property
     def _segments(self) -> list[int]:
         """Chunks of the segments of all sequences."""
-        chunks = self._chunks()
+        chunks = self._chunks
         most = segment_chunks(sum(chunks), self.heads, self.chip.aicores)
         return [min(most, count - start) for count in chunks for start in range(0, count, most)]
 
     def _ahead(self) -> int:
         """Segments whose state is computed ahead, of one head."""
-        return len(self._segments()) - len(self.lengths)
+        return len(self._segments) - len(self.lengths)
 
     def _visits(self, stage: Stage) -> int:
         """Chunks of heads that a stage computes."""
-        return self.heads * (sum(self._chunks()) if stage.visits == "all" else WARMUP * self._ahead())
+        return self.heads * (sum(self._chunks) if stage.visits == "all" else WARMUP * self._ahead())
 
     def _visited(self) -> list[Stage]:
         return [one for one in self.partition.stages if self._visits(one)]
@@ -225,7 +227,7 @@ class _Call:
         tensor = self.partition.graph.tensors.get(name)
         if tensor is None or tensor.shape[0] != self.shape.C:
             return size * visits
-        chunks = sum(self._chunks())
+        chunks = sum(self._chunks)
         return size * sum(self.lengths) * visits // (chunks * self.shape.C)
 
     def _state_bytes(self) -> int:
@@ -262,11 +264,11 @@ class _Call:
             return self._ahead() * self.heads
         if stage.visits == "ahead" and (moved or not self._ahead()):
             return self._visits(stage)
-        return sum(self._chunks()) * self.heads
+        return sum(self._chunks) * self.heads
 
     def _peak(self) -> int:
         graph, part = self.partition.graph, self.partition
-        chunks = sum(self._chunks()) * self.heads
+        chunks = sum(self._chunks) * self.heads
         inputs = [one for one in graph.tensors.values() if one.role == "input"]
         base = sum(self._moved(one.bytes, one.name, chunks) for one in inputs) + 2 * self._state_bytes()
         output = next(one for one in graph.tensors.values() if one.role == "output")
@@ -308,7 +310,7 @@ class _Call:
             return 0.0
         if stage.grain == "tensor":
             return self._whole_tensors(stage)
-        cores, chunks = self.chip.aicores, self._chunks()
+        cores, chunks = self.chip.aicores, self._chunks
         if not stage.carries:
             step = self._step(stage, self.shape.V)
             items = -(-visits // cores)
@@ -318,7 +320,7 @@ class _Call:
         if stage.visits == "ahead":
             lengths = [WARMUP] * self._ahead()
         else:
-            lengths = self._segments() if stage.grain == "segment" else chunks
+            lengths = self._segments if stage.grain == "segment" else chunks
 
         item = ItemCost(self.op, self.chip, self.shape, self.machine, self.partition.name, stage.name, self.variant)
         made = schedule(lengths, self.heads, cores, value_dim=self.shape.V, tiles=self.tiles, chunk=1, cost=item)

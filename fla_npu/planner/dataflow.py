@@ -341,7 +341,8 @@ def semantic(op: str, shape: ChunkShape | None = None) -> Graph:
     if kind.decay == "scalar":
         b.make("gate", "D", ("decay", "c"))
     if kind.decay == "channel":
-        b.make("gate", "kd", ("mul", "k", "e"))
+        if kind.delta:
+            b.make("gate", "kd", ("mul", "k", "e"))
         b.make("gate", "ki", ("mul", "k", ("exp", ("neg", "c"))))
         b.make("gate", "kr", ("mul", "k", "r"))
         b.make("gate", "qd", ("mul", "q", "e"))

@@ -51,15 +51,12 @@ _SMALL = 64
 class Cost:
     """Time of an item in units of one column of one chunk: `(chunks + start) * (fixed + column * columns)`.
 
-    The default `fixed` is what the vendor's compiler makes of the fused GDN forward (K = 128, C = 64, 910B3): 5,767,168
-    MACs per chunk with 64 columns and 7,864,320 with 128, hence 32,768 per column and 3,670,016 = 112 columns for the
-    score matrices and the solve. Its workspace traffic (770,056 and 1,081,352 bytes) gives 94 columns; its 29 core
-    synchronisations do not depend on the columns at all and would raise both. `start` stands for the state's way in and
-    out and for filling the pipeline; it is an assumption, not a measurement, and it keeps empty sequences from being
-    free.
+    `fixed` is what scores and solve of a chunk cost whatever its columns; `cost.schedule_cost` has it for the kernels
+    of an op. `start` stands for the state's way in and out and for filling the pipeline; it is an assumption, not a
+    measurement, and it keeps empty sequences from being free.
     """
 
-    fixed: int = 112
+    fixed: int
     column: int = 1
     start: int = 1
 
@@ -69,8 +66,6 @@ class Cost:
 
 CostModel = Callable[[int, int], int]
 """Cost of an item of so many chunks and columns, columns counted with padding; at least 1."""
-
-_DEFAULT_COST = Cost()
 
 
 class Item(NamedTuple):
@@ -166,7 +161,7 @@ def schedule(
     value_dim: int,
     tiles: Sequence[int] = TILES,
     chunk: int = 64,
-    cost: CostModel = _DEFAULT_COST,
+    cost: CostModel,
 ) -> Schedule:
     """The schedule for sequences whose lengths the host knows.
 
@@ -203,7 +198,7 @@ def equal_schedule(
     tiles: Sequence[int] = TILES,
     length: int | None = None,
     chunk: int = 64,
-    cost: CostModel = _DEFAULT_COST,
+    cost: CostModel,
 ) -> Schedule:
     """The schedule for sequences of one length, or of lengths that the host does not know; needs no table.
 

@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections import Counter
+from functools import partial
 from heapq import heapify, heapreplace
 from itertools import product
 
@@ -10,9 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fla_npu.planner.schedule import TAIL_FACTOR, TILES, Cost, Item, Schedule, equal_schedule, schedule
+from fla_npu.planner import schedule as planner
+from fla_npu.planner.schedule import TAIL_FACTOR, TILES, Cost, Item, Schedule
 
-COSTS = st.sampled_from([Cost(), Cost(fixed=0), Cost(fixed=36), Cost(fixed=1000, start=3)])
+COST = Cost(fixed=112)
+schedule = partial(planner.schedule, cost=COST)
+equal_schedule = partial(planner.equal_schedule, cost=COST)
+COSTS = st.sampled_from([COST, Cost(fixed=0), Cost(fixed=36), Cost(fixed=1000, start=3)])
 CORES = st.integers(1, 24)
 HEADS = st.integers(1, 20)
 VALUE_DIMS = st.sampled_from([1, 60, 64, 96, 128, 192, 256, 320])
@@ -147,7 +152,7 @@ def test_no_other_round_robin_split_of_equal_units_ends_earlier(units: int, core
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 4))
 def test_within_four_thirds_of_the_best_deal_of_whole_heads(chunks: list[int], cores: int) -> None:
-    cost = Cost()
+    cost = COST
     best = min(
         max(sum(cost(c, 128) for c, on in zip(chunks, places, strict=True) if on == pid) for pid in range(cores))
         for places in product(range(cores), repeat=len(chunks))
