@@ -392,7 +392,9 @@ NOTES: Mapping[str, str] = {
     ),
     "Less device memory than, T = 65536, H = 32": (
         "FlashQLA's sources keep the inverse of all chunks, 256 MiB. The published GDN figure leaves 132 MiB above "
-        "ours, which we cannot explain. For KDA the running gates decide: 1 GiB while chunks are computed ahead."
+        "ours. A port that forms the inverse where it is applied and keeps the states of segments of 16 chunks would "
+        "hold 128 MiB more than ours; that is a guess, and the planner counts the sources. For KDA the running gates "
+        "decide: 1 GiB while chunks are computed ahead."
     ),
     "Speed against, 310P, T = 4096": (
         "Published latencies of separate operators, that is speed times ours, would hardly grow from 32 to 48 "
