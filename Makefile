@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
+FLA_VENV := .venv-fla
 TRITON_VENV := .venv-triton
 PIP := --quiet --disable-pip-version-check
 PIP_FLAGS := $(PIP) --constraint constraints.txt
 TRITON_PIP_FLAGS := $(PIP) --constraint constraints-triton.txt
 
-.PHONY: demo test test-kernels test-compiler compile-all lint bench clean
+.PHONY: demo test test-fla test-kernels test-compiler compile-all lint bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +20,12 @@ $(BENCH_VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) torch
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[bench]'
+	touch $@
+
+$(FLA_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FLA_VENV)
+	$(FLA_VENV)/bin/python -m pip install $(PIP_FLAGS) torch
+	$(FLA_VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[test,fla]'
 	touch $@
 
 # triton-ascend has wheels up to Python 3.11, and numpy 2.2 none below 3.10.
@@ -34,6 +41,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2
+
+# With FLA 0.6 and the community's triton installed, on a machine without a GPU.
+test-fla: $(FLA_VENV)/installed
+	$(FLA_VENV)/bin/python -m pytest -n 2 tests/integrations/test_fla_backend.py
 
 # Triton's interpreter and its compiler cannot be used by one process.
 test-kernels: $(TRITON_VENV)/installed
@@ -55,4 +66,4 @@ bench: $(BENCH_VENV)/installed
 	$(BENCH_VENV)/bin/python -m benchmarks.run --out benchmarks/results
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(TRITON_VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(BENCH_VENV) $(FLA_VENV) $(TRITON_VENV) out build dist *.egg-info
