@@ -8,6 +8,7 @@ from fla_npu.errors import MissingExtraError
 from fla_npu.planner.chips import KIB
 from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.dataflow import placed, semantic
+from fla_npu.planner.layout import naive_layouts, occupied
 from fla_npu.planner.order import occupancy, rereading, semantic_order
 from fla_npu.planner.plan import Plan
 from fla_npu.planner.report import sizes
@@ -52,12 +53,14 @@ def figure(plan: Plan) -> "Figure":
 def _memories(plan: Plan, axes: Any) -> None:
     chip = find_chip(plan.request.chip)
     graph = rereading(placed(semantic(plan.request.op, plan.shape), chip))
-    default = occupancy(graph, semantic_order(graph), plan.buffers)
+    order = semantic_order(graph)
+    default = dict(occupancy(graph, order, plan.buffers))
+    default["UB"] = occupied(graph, order, naive_layouts(graph, chip), plan.buffers)
     for at, (memory, axis) in enumerate(zip(plan.memories, axes, strict=True)):
         planned = [step.live[at] for step in plan.steps]
         curves = (
-            (default[memory.name], DEFAULT, "default order, as defined"),  # type: ignore[index]
-            (planned, OURS, "planned order, rewritten"),
+            (default[memory.name], DEFAULT, "default order and layouts, as defined"),  # type: ignore[index]
+            (planned, OURS, "planned, rewritten"),
         )
         for live, colour, label in curves:
             kib = [size / KIB for size in live]

@@ -27,7 +27,7 @@ Costs are whole attoseconds while the plan is made, so equal means equal; among 
 blocked tensors is taken.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, prod
 from types import MappingProxyType
@@ -35,6 +35,7 @@ from typing import Literal, NamedTuple
 
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.dataflow import ITEMSIZE, Expr, Graph, Node, Operator, Space, Tensor, shape_of
+from fla_npu.planner.order import lifetimes
 
 Layout = Literal["dense", "blocked"]
 LAYOUTS: tuple[Layout, Layout] = ("dense", "blocked")
@@ -352,6 +353,42 @@ def forced(
     )
 
 
+def occupied(graph: Graph, order: Sequence[str], plan: LayoutPlan, buffers: int = 2) -> tuple[int, ...]:
+    """Bytes of UB alive during each step of an order, in the layouts of a plan's longest run.
+
+    `order.occupancy` counts each tensor once and dense. Here a blocked one takes whole tiles. Of a tensor that is read
+    in the other layout there is a copy, from its first reader to its last; the tensor itself stays for its own readers.
+    What the vector unit makes of a tensor on its way to L1 is there during the move. Arguments and errors are those of
+    `order.occupancy`.
+    """
+    at = {name: step for step, name in enumerate(order)}
+    reads = dict(plan.layouts) | {one.operator: one.source for one in plan.transforms if one.path != "UB"}
+    copies = {one.tensor: one.target for one in plan.transforms if one.path == "UB"}
+    alive = [0] * len(at)
+
+    def add(name: str, layout: Layout, first: int, last: int) -> None:
+        tensor = graph.tensors[name]
+        for step in range(first, last + 1):
+            alive[step] += blocked_bytes(tensor) if layout == "blocked" else tensor.bytes
+
+    ends: dict[str, int] = {}
+    for name, layout in copies.items():
+        readers = graph.readers[name]
+        copied = [at[one.name] for one in readers if reads[one.name] == layout]
+        add(name, layout, min(copied), max(copied))
+        ends[name] = max([min(copied), *(at[one.name] for one in readers if reads[one.name] != layout)])
+    for one in plan.transforms:
+        if one.unit == "vector" and one.path != "UB":
+            add(one.tensor, one.target, at[one.operator], at[one.operator])
+    for life in lifetimes(graph, order, buffers):
+        if life.space == "UB":
+            # Static places are taken throughout, whatever is read of them.
+            throughout = (life.first, life.last) == (0, len(at) - 1)
+            last = life.last if throughout else min(life.last, ends.get(life.tensor, life.last))
+            add(life.tensor, plan.layouts[life.tensor], life.first, last)
+    return tuple(alive)
+
+
 def least_path(
     starts: Mapping[Layout, int], step: Mapping[tuple[Layout, Layout], int], ends: Mapping[Layout, int], chunks: int
 ) -> tuple[int, tuple[tuple[Layout, int], ...]]:
@@ -365,24 +402,30 @@ def least_path(
         The cost, and the layouts before the first chunk and after each, as (layout, how often it follows itself + 1).
     """
     costs = dict(starts)
-    before: list[dict[Layout, Layout]] = []
-    while len(before) < chunks:
+    before: list[tuple[int, dict[Layout, Layout]]] = []
+    left = chunks
+    while left:
         found: dict[Layout, int] = {}
         come: dict[Layout, Layout] = {}
         for s in LAYOUTS:
             found[s], _, come[s] = min((costs[p] + step[p, s], p != s, p) for p in reversed(LAYOUTS))
         added = {found[s] - costs[s] for s in LAYOUTS}
-        same = chunks - len(before) if len(added) == 1 else 1
+        same = left if len(added) == 1 else 1
         costs = {s: found[s] + (same - 1) * (found[s] - costs[s]) for s in LAYOUTS}
-        before += [come] * same
+        before.append((same, come))
+        left -= same
     total, _, state = min((costs[s] + ends[s], s != "dense", s) for s in LAYOUTS)
     runs: list[tuple[Layout, int]] = [(state, 1)]
-    for come in reversed(before):
-        state = come[state]
-        if runs[-1][0] == state:
-            runs[-1] = (state, runs[-1][1] + 1)
-        else:
-            runs.append((state, 1))
+    for same, come in reversed(before):
+        while same:
+            # A state that comes from itself does so in all of these chunks.
+            count = same if come[state] == state else 1
+            state = come[state]
+            if runs[-1][0] == state:
+                runs[-1] = (state, runs[-1][1] + count)
+            else:
+                runs.append((state, count))
+            same -= count
     return total, tuple(reversed(runs))
 
 

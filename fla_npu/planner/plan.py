@@ -8,8 +8,8 @@ the op, tile sizes and the schedule are those of its launchers, which ask the sa
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -19,9 +19,20 @@ from fla_npu.planner import kernels
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.cost import ItemCost, Variant, cost, machine_of, schedule_cost
-from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, ChunkShape, Expr, Graph, Unit, placed, rewritten, semantic
+from fla_npu.planner.dataflow import (
+    ITEMSIZE,
+    RECURRENCES,
+    ChunkShape,
+    Expr,
+    Graph,
+    Space,
+    Unit,
+    placed,
+    rewritten,
+    semantic,
+)
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
-from fla_npu.planner.layout import Layout, plan_layouts
+from fla_npu.planner.layout import Layout, LayoutPlan, occupied, plan_layouts
 from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
 from fla_npu.planner.schedule import TILES as COLUMN_TILES
@@ -337,16 +348,17 @@ def plan(
     request = _request(op, found, heads, lengths, seq, batch, K, V, dtype, precision, bounded)
     kernel = _kernel(request, found)
     config, ordered = _tiled(request, found, kernel, chunk, tile)
-    layouts = plan_layouts(ordered.graph, found, _chunks(request, config))
+    layouts = plan_layouts(ordered.graph, found, _chunks(request, config.chunk))
+    alive = dict(occupancy(ordered.graph, ordered.order, ordered.buffers)) | {"UB": _ub_bytes(ordered, layouts)}
     dealt = _deal(request, config, kernel)
     return Plan(
         request=request,
         config=config,
         kernel=kernel,
-        memories=tuple(Memory(space, capacities(found).get(space), ordered.peaks[space]) for space in SPACES),
+        memories=tuple(Memory(space, capacities(found).get(space), max(alive[space])) for space in SPACES),
         buffers=ordered.buffers,
         spilled=ordered.spilled,
-        steps=tuple(_steps(ordered)),
+        steps=tuple(_steps(ordered, alive)),
         tensors=tuple(
             PlacedTensor(name, *one.shape, one.dtype, str(one.space), layouts.layouts[name])
             for name, one in ordered.graph.tensors.items()
@@ -428,9 +440,35 @@ def _graph(request: Request, chip: Chip, chunk: int, width: int) -> Graph:
     return placed(rewritten(semantic(request.op, _shape(request, chunk, width))), chip)
 
 
-def _chunks(request: Request, config: Config) -> int:
+def _chunks(request: Request, chunk: int) -> int:
     """Of the longest sequence."""
-    return -(-max(request.lengths) // config.chunk)
+    return -(-max(request.lengths) // chunk)
+
+
+def _ub_bytes(ordered: Ordered, layouts: LayoutPlan) -> tuple[int, ...]:
+    return occupied(ordered.graph, ordered.order, layouts, ordered.buffers)
+
+
+def _fit(request: Request, chip: Chip, chunk: int, width: int) -> Ordered:
+    """The order of a chunk of these sizes that fits with what its layouts add in UB.
+
+    Raises:
+        ValueError: there is none.
+    """
+    graph, kept = _graph(request, chip, chunk, width), 0
+    while True:
+        try:
+            ordered = fit(graph, replace(chip, ub_bytes=chip.ub_bytes - kept))
+        except ValueError as error:
+            if not kept:
+                raise
+            taken = kept * chip.vector_per_core
+            raise ValueError(f"with {taken} bytes of UB kept for copies in other layouts: {error}") from error
+        layouts = plan_layouts(ordered.graph, chip, _chunks(request, chunk))
+        over = max(_ub_bytes(ordered, layouts)) - capacities(chip)["UB"]
+        if over <= 0:
+            return ordered
+        kept += -(-over // chip.vector_per_core)
 
 
 def _tiled(
@@ -468,7 +506,7 @@ def _tiled(
         if any(config.chunk <= one.chunk and config.width <= one.width for one, _ in whole):
             continue
         try:
-            ordered = fit(_graph(request, chip, config.chunk, config.width), chip)
+            ordered = _fit(request, chip, config.chunk, config.width)
         except ValueError:
             continue
         (spilling if ordered.spilled else whole).append((_with_tiles(request, config), ordered))
@@ -481,7 +519,7 @@ def _tiled(
 def _fitted(request: Request, chip: Chip, config: Config, chunk: int | None, tile: int | None) -> Ordered:
     """The order of a chunk of these sizes, or an error that says which sizes would fit."""
     try:
-        return fit(_graph(request, chip, config.chunk, config.width), chip)
+        return _fit(request, chip, config.chunk, config.width)
     except ValueError as error:
         if chunk is not None or tile is not None:
             try:
@@ -506,9 +544,8 @@ def _largest_key(request: Request, chip: Chip) -> int:
     """The largest K that fits, with the smallest chunk and tile."""
 
     def fits(tiles: int) -> bool:
-        graph = placed(rewritten(semantic(request.op, ChunkShape(16, 16 * tiles, 16, request.dtype))), chip)
         try:
-            fit(graph, chip)
+            _fit(replace(request, K=16 * tiles), chip, CHUNKS[-1], TILES[-1])
         except ValueError:
             return False
         return True
@@ -606,8 +643,7 @@ def _predictions(request: Request, chip: Chip, config: Config) -> Iterator[Predi
         )
 
 
-def _steps(ordered: Ordered) -> Iterator[Step]:
-    alive = occupancy(ordered.graph, ordered.order, ordered.buffers)
+def _steps(ordered: Ordered, alive: Mapping[Space, Sequence[int]]) -> Iterator[Step]:
     for at, name in enumerate(ordered.order):
         one, tensors = ordered.graph.producer[name], ordered.graph.tensors
         ways = [str(tensors[x].space) for x in (one.inputs[0], name)]

@@ -430,6 +430,39 @@ def test_a_chain_with_a_second_matrix_result_may_need_both() -> None:
     assert plan.seconds < 0.8 * uniform(graph, functions, costs)
 
 
+# Memory
+
+
+def test_ub_by_hand() -> None:
+    """GDN on the 310P: copies of the columns c and beta in blocks; e is made in blocks. In blocks a column takes
+    64 x 16 x 4 bytes, in dense 256. All else that is in blocks has whole tiles."""
+    graph = placed("gdn")
+    steps = order.best(graph, P310).order
+    plan = layout.plan_layouts(graph, P310, 64)
+    assert {one.tensor for one in plan.transforms if one.path == "UB"} == {"c", "beta@UB"}
+    more = dict.fromkeys(steps, 0)
+    for first, last, size in (
+        ("e", "o@UB", 4096 - 256),  # e
+        ("e", "S'", 4096),  # the copy of c, which all its readers take,
+        ("D", "S'", -256),  # so that c itself is gone
+        ("A", "u0", 4096),  # the copy of beta; the two places of an input stay
+    ):
+        for step in steps[steps.index(first) : steps.index(last) + 1]:
+            more[step] += size
+    dense = order.occupancy(graph, steps)["UB"]
+    assert list(layout.occupied(graph, steps, plan)) == [a + more[step] for a, step in zip(dense, steps, strict=True)]
+
+
+def test_ub_of_what_is_blocked_on_its_way() -> None:
+    """Without planned layouts the vector unit blocks all operands, rounded to 16 bits, beside what they are made of."""
+    graph = placed("gdn")
+    steps = order.semantic_order(graph)
+    plan = layout.naive_layouts(graph, P310)
+    dense, found = order.occupancy(graph, steps)["UB"], layout.occupied(graph, steps, plan)
+    more = {step: b - a for step, a, b in zip(steps, dense, found, strict=True)}
+    assert more["u0@L1"] == 64 * 128 * 2 and more["S@L1"] == 128 * 128 * 2
+
+
 # Many chunks
 
 
@@ -479,6 +512,12 @@ def test_path_takes_time_linear_in_chunks() -> None:
         step = Counted(numbers)
         layout.least_path({"dense": 0, "blocked": 5}, step, {"dense": 0, "blocked": 0}, chunks)
         assert step.reads == 4 * chunks
+
+
+def test_path_of_more_chunks_than_memory_holds() -> None:
+    step = {(p, s): 3 if p == s else 1 for p in LAYOUTS for s in LAYOUTS} | {("dense", "dense"): 0}
+    total, runs = layout.least_path({"dense": 0, "blocked": 0}, step, {"dense": 0, "blocked": 0}, 10**18)
+    assert (total, runs) == (0, (("dense", 10**18 + 1),))
 
 
 def test_last_chunk_may_differ() -> None:
