@@ -331,7 +331,7 @@ class _Call:
         moved = sum(stage.reads.values()) + sum(stage.writes.values())
         total = _memory(self.chip)
         macs = sum(graph.macs(one) for one in stage.operators)
-        return self._visits(stage) * max(moved / total, macs / (_macs(self.chip) * self.chip.aicores))
+        return self._visits(stage) * max(moved / total, macs / (_macs(self.chip, self.shape.dtype) * self.chip.aicores))
 
 
 @dataclass(frozen=True)
@@ -449,7 +449,7 @@ def _program(chunk: _Chunk) -> _Program:
         if one.unit == "matrix":
             # What stays in L0 from one product to the next is spread over all of them.
             loaded = sum(tensors[x].bytes for x in one.inputs) * loads / operands
-            seconds = max(loaded / _rate(chip, "L1", "L0"), graph.macs(one) / _macs(chip))
+            seconds = max(loaded / _rate(chip, "L1", "L0"), graph.macs(one) / _macs(chip, shape.dtype))
             issues = solve_steps(shape.C) if one.expr[0] == "invert" else 1
             found.append(_Instruction(name, "matrix", seconds, issues, needs))
         elif one.unit == "vector":
@@ -568,9 +568,10 @@ def _hertz(chip: Chip) -> float:
     return chip.rates.hertz or _LIKE.rates.hertz or 0.0
 
 
-def _macs(chip: Chip) -> float:
-    """Products per second of one core."""
-    return (chip.rates.macs_per_cycle or _LIKE.rates.macs_per_cycle or 0) * _hertz(chip)
+def _macs(chip: Chip, dtype: str) -> float:
+    """Products per second of one core. Where the rate of 32 bits is not known it is that of 16."""
+    known = chip.rates.fp32_macs_per_cycle if ITEMSIZE[dtype] == 4 else None
+    return (known or chip.rates.macs_per_cycle or _LIKE.rates.macs_per_cycle or 0) * _hertz(chip)
 
 
 def _memory(chip: Chip) -> float:
@@ -582,14 +583,15 @@ def _memory(chip: Chip) -> float:
 def _rate(chip: Chip, source: str, target: str) -> float:
     """Bytes per second of a way on one core while all cores work."""
     ways, like = chip.bandwidths, _LIKE.bandwidths
+    detour = ways.ub_to_gm_to_l1 or (like.ub_to_gm_to_l1 if chip.vector_to_cube == "global_memory" else None)
     known: Mapping[tuple[str, str], tuple[float | None, ...]] = {
         ("GM", "L1"): (ways.gm_to_l1,),
         ("GM", "UB"): (ways.gm_to_ub,),
         ("UB", "GM"): (ways.ub_to_gm,),
-        ("UB", "L1"): (ways.ub_to_l1, ways.ub_to_gm_to_l1, like.ub_to_l1),
+        ("UB", "L1"): (ways.ub_to_l1, detour, like.ub_to_l1),
         ("L1", "L0"): (ways.l1_to_l0b, like.l1_to_l0b),
-        ("L0C", "UB"): (ways.l0c_to_ub, ways.ub_to_gm_to_l1, like.l0c_to_ub),
-        ("L0C", "L1"): (ways.l0c_to_ub, ways.ub_to_gm_to_l1, like.l0c_to_ub),
+        ("L0C", "UB"): (ways.l0c_to_ub, detour, like.l0c_to_ub),
+        ("L0C", "L1"): (ways.l0c_to_ub, detour, like.l0c_to_ub),
     }
     way = next((rate for rate in known[source, target] if rate is not None), None)
     share = _memory(chip) / chip.aicores

@@ -8,7 +8,7 @@ the op, tile sizes and the schedule are those of its launchers, which ask the sa
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import index
 from types import NoneType, UnionType
@@ -345,6 +345,7 @@ def plan(
             says what would.
     """
     found = find_chip(chip)
+    chunk, tile = _size("chunk", chunk, CHUNKS), _size("tile", tile, TILES)
     request = _request(op, found, heads, lengths, seq, batch, K, V, dtype, precision, bounded)
     kernel = _kernel(request, found)
     config, ordered = _tiled(request, found, kernel, chunk, tile)
@@ -396,7 +397,9 @@ def _request(
         lengths = [_count("seq", seq, 1)] * _count("batch", batch, 1)
     elif batch != 1:
         raise ValueError(f"batch must be 1 where lengths name the sequences, got {batch}")
-    tokens = tuple(_count("lengths", length, 0) for length in lengths or ())
+    if not isinstance(lengths, Iterable):
+        raise TypeError(f"lengths must be a sequence of ints, got {type(lengths).__name__}")
+    tokens = tuple(_count("lengths", length, 0) for length in lengths)
     if not any(tokens):
         raise ValueError(f"lengths must have at least one token, got {list(tokens)}")
     dtypes = [one for one in chip.matrix_dtypes if one in ITEMSIZE]
@@ -408,11 +411,28 @@ def _request(
     return Request(op, chip.name, heads, tokens, K, V, dtype, precision, bool(bounded))  # type: ignore[arg-type]
 
 
-def _count(name: str, value: int, least: int) -> int:
+def _int(name: str, value: int) -> int:
+    """A number as an int; of any integer type but bool."""
     try:
-        value = index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from error
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def _size(name: str, value: int | None, known: tuple[int, ...]) -> int | None:
+    """A size of a chunk that was asked for."""
+    if value is None:
+        return None
+    size = _int(name, value)
+    if size not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {size}")
+    return size
+
+
+def _count(name: str, value: int, least: int) -> int:
+    value = _int(name, value)
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
@@ -490,9 +510,6 @@ def _tiled(
         )
         config = shipped.with_sizes(chunk, tile).fit(pad(request.V))
         return config, _fitted(request, chip, config, chunk, tile)
-    for name, value, known in (("chunk", chunk, CHUNKS), ("tile", tile, TILES)):
-        if value is not None and value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
     widest = tile_size(pad(request.V))
     tried = [
         Config(chunk=tokens, width=width).fit(pad(request.V))

@@ -74,6 +74,22 @@ def test_every_chip_has_a_cost(name: str) -> None:
     assert (found.joules is None) == (chip(name).board_watts is None)
 
 
+@pytest.mark.parametrize(("dtype", "per_cycle"), [("fp16", 4096), ("fp32", 2048)])
+def test_products_of_32_bits_have_their_own_rate(dtype: str, per_cycle: int) -> None:
+    """Solve on the 950, which loads little: 64^3 / 2 products."""
+    call = module._Chunk("gdn", "head", "head", ChunkShape(dtype=dtype), 128, chip("950"), "planned")
+    (solve,) = (one for one in module._program(call).instructions if one.name == "T")
+    assert solve.seconds == pytest.approx(64**3 / 2 / (per_cycle * 1.8e9))
+
+
+def test_unknown_ways_between_units_are_those_of_such_chips() -> None:
+    """Nothing is known of the 910_9363 but that its units meet in global memory."""
+    like = chip("310P").bandwidths
+    rates = [module._rate(chip("910_9363"), *way) for way in (("UB", "L1"), ("L0C", "UB"), ("L0C", "L1"))]
+    assert rates == [like.ub_to_gm_to_l1] * 3
+    assert module._rate(chip("310B1"), "UB", "L1") == like.ub_to_l1
+
+
 def test_variants_get_better_one_by_one() -> None:
     for op in ("gdn", "kda"):
         fla, *variants = of(op, "fla").seconds, *(of(op, "head", variant=v).seconds for v in module.VARIANTS)

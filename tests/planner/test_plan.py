@@ -197,12 +197,34 @@ def test_the_largest_calls_take_less_than_two_seconds(op, name):
         ({"precision": "sloppy"}, ValueError, "precision must be exact or fast, got 'sloppy'"),
         ({"chunk": 48}, ValueError, "chunk must be one of 64, 32, 16, got 48"),
         ({"tile": 0}, ValueError, "tile must be one of 128, 64, 32, 16, got 0"),
+        ({"chip": "910B3", "chunk": 0}, ValueError, "chunk must be one of 64, 32, 16, got 0"),
+        ({"tile": 128.0}, TypeError, "tile must be an int, got float"),
+        ({"heads": True}, TypeError, "heads must be an int, got bool"),
+        ({"seq": None, "lengths": 5}, TypeError, "lengths must be a sequence of ints, got int"),
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
     call = {"op": "gdn", "chip": "310P", "heads": 16, "seq": 4096, **change}
     with pytest.raises(error, match=message):
         plan(call.pop("op"), call.pop("chip"), **call)
+
+
+class Integer:
+    """As NumPy's: no int, but as good as one."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_integers_of_other_types_are_ints():
+    plain = {"heads": 4, "K": 64, "V": 32, "chunk": 32, "tile": 16}
+    like = {name: Integer(value) for name, value in plain.items()}
+    made = plan("gdn", "310P", lengths=iter([Integer(100), 30]), **like)
+    assert made == plan("gdn", "310P", lengths=[100, 30], **plain)
+    assert Plan.from_json(made.to_json()) == made
 
 
 def test_keys_that_do_not_fit_are_told_what_would():
