@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -82,10 +83,12 @@ class FlaHook:
     """What is registered with FLA and replaced in it, to be extended and undone."""
 
     report: Report
-    _registries: list[Any] = field(default_factory=list)
+    _registries: list[tuple[dict[str, Any], set[str]]] = field(default_factory=list)
+    """Backends of FLA's registries, and what those have logged."""
     _replaced: list[tuple[Any, Any]] = field(default_factory=list)
     """`(original, replacement)`."""
-    _attached: set[str] = field(default_factory=set)
+    _attached: dict[str, ModuleSpec | None] = field(default_factory=dict)
+    """Module -> its spec, which is another one when it is loaded again."""
 
     def extend(self) -> None:
         """`attach` to every module of FLA that is imported."""
@@ -101,19 +104,21 @@ class FlaHook:
         with lock:
             name = module.__name__
             backends = sys.modules.get("fla.backends")
-            if name in self._attached or not name.startswith("fla.") or backends is None:
+            known = name in self._attached and self._attached[name] is module.__spec__
+            if known or not name.startswith("fla.") or backends is None:
                 return
-            missing = [x for x in ("_operation_registries", "_function_registries") if not hasattr(backends, x)]
-            if missing:
-                self.report.skipped[name] = f"this FLA has no {' and '.join(missing)} in fla.backends"
-                return
-            self._attached.add(name)
+            self._attached[name] = module.__spec__
             for function, target in TARGETS[name].items():
                 original = vars(module).get(function)
                 if original is None:
                     self.report.skipped[f"{name}.{function}"] = "this FLA has no such function"
                 elif target.registry is not None:
-                    self._register(backends, original, function, target)
+                    try:
+                        self._register(backends, original, function, target)
+                    except (AttributeError, KeyError, TypeError) as error:
+                        # Private parts of FLA, which a later version may have changed.
+                        reason = f"this FLA registers backends in another way: {error!r}"
+                        self.report.skipped[f"{name}.{function}"] = reason
                 else:
                     self._replace(original, _served(function, original, target, self.report))
                     self.report.patched.append(f"{name}.{function}")
@@ -121,9 +126,9 @@ class FlaHook:
     def undo(self) -> None:
         """Take the backends out of FLA's registries and put the original functions back."""
         with lock:
-            for registry in self._registries:
-                registry._backends.pop(BACKEND, None)
-                registry._logged -= {entry for entry in registry._logged if f":{BACKEND}" in entry}
+            for backends, logged in self._registries:
+                backends.pop(BACKEND, None)
+                logged -= {entry for entry in logged if f":{BACKEND}" in entry}
             for original, replacement in self._replaced:
                 _exchange(replacement, original)
             self._registries.clear()
@@ -138,10 +143,10 @@ class FlaHook:
             registry = backends._operation_registries[target.registry]
         else:
             registry = backends._function_registries[inspect.unwrap(original)]
-        if registry not in self._registries:
+        if BACKEND not in registry._backends:
+            self._registries.append((registry._backends, registry._logged))
             body = {"backend_type": BACKEND, "priority": PRIORITY}
             registry.register(type("FlaNpuBackend", (backends.BaseBackend,), body)())
-            self._registries.append(registry)
         backend = registry._backends[BACKEND]
         implementation = _load(target.function)
 
@@ -178,7 +183,9 @@ def _served(function: str, original: Callable[..., Any], target: _Target, report
 
 def _accepts(target: _Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the input is on a device that is served, and nothing is asked for that this package refuses."""
-    first = args[0] if args else next(kwargs[name] for name in ("q", "x", "g") if name in kwargs)
+    first = args[0] if args else next((kwargs[name] for name in ("q", "x", "g") if name in kwargs), None)
+    if not isinstance(first, torch.Tensor):
+        return False  # FLA says what is missing
     return first.device.type in target.devices and kwargs.get("cp_context") is None
 
 

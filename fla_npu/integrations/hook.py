@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -100,8 +99,9 @@ def enable(*, layers: bool = False) -> Report:
     """
     global _kept_on
     with _switch:
+        report = _extend(layers)
         _kept_on = True
-        return _extend(layers)
+        return report
 
 
 def disable() -> None:
@@ -144,11 +144,19 @@ def _leave() -> None:
 
 def _extend(layers: bool) -> Report:
     global _active
-    if _active is None:
-        # Known before it starts: looking for FLA may run a finder that enables, such as the one of a `.pth` file.
-        _active = _Active()
-        _active.start()
-    _active.extend(layers)
+    started = None
+    try:
+        if _active is None:
+            # Known before it starts: looking for FLA may run a finder that enables, such as the one of a `.pth` file.
+            _active = started = _Active()
+            _active.start()
+        _active.extend(layers)
+    except BaseException:
+        # As before the call, for another one to try.
+        if started is not None:
+            started.undo()
+            _active = None
+        raise
     return _active.report
 
 
@@ -178,7 +186,7 @@ def _describe(report: Report) -> None:
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers and tuple(map(int, numbers.groups())) < (0, 6):
             report.skipped["fla"] = f"FLA {version} has no registry of backends yet: 0.6 has"
-        elif find_spec("triton") is None:
+        elif not installed_elsewhere("triton"):
             report.skipped["fla"] = f"FLA {version} is installed, and cannot be imported without triton"
         else:
             report.routes["fla"] = f"FLA {version}: fla_npu is a backend of its ops, and on a CPU serves its layers"

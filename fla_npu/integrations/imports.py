@@ -113,10 +113,12 @@ class _Installed:
         before, self.hiding.on = getattr(self.hiding, "on", False), True
         for name in taken:
             sys.modules.pop(name, None)
+        _forget_answers()
         try:
             yield
         finally:
             self.hiding.on = before
+            _forget_answers()
             with lock:
                 for name, module in taken.items() if self.active else ():
                     sys.modules.setdefault(name, module)
@@ -179,6 +181,10 @@ class _WatchedLoader(Loader):
             self.loader.exec_module(module)
         self.installed.imported(module)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else a loader can do, such as `get_code` for `python -m`."""
+        return getattr(self.loader, name)
+
 
 def _twin_spec(fullname: str) -> ModuleSpec | None:
     name = f"fla_npu.{fullname.removeprefix('fla.')}"
@@ -217,6 +223,7 @@ class ImportHooks:
 
     def install(self) -> None:
         with lock:
+            _forget_answers()
             self._installed.active = True
             sys.meta_path.insert(0, self._first)
             sys.meta_path.append(self._last)
@@ -230,6 +237,7 @@ class ImportHooks:
                     sys.meta_path.remove(finder)
             for name in self._installed.answered():
                 sys.modules.pop(name, None)
+            _forget_answers()
 
     def _tell(self, module: ModuleType) -> None:
         with lock:
@@ -237,9 +245,17 @@ class ImportHooks:
                 self._told(module)
 
 
+def _forget_answers() -> None:
+    """transformers keeps what it found out about the two names, which is another thing from here on."""
+    transformers = sys.modules.get("transformers.utils.import_utils")
+    for name in ("is_flash_linear_attention_available", "is_causal_conv1d_available"):
+        # Not kept in 4.57.
+        getattr(getattr(transformers, name, None), "cache_clear", lambda: None)()
+
+
 def installed_elsewhere(name: str) -> bool:
     """Whether a package of that name exists beside the stand-in."""
     if name in sys.modules:
-        return not isinstance(sys.modules[name], _Root)
+        return sys.modules[name] is not None and not isinstance(sys.modules[name], _Root)
     specs = (finder.find_spec(name, None) for finder in list(sys.meta_path) if hasattr(finder, "find_spec"))
     return any(spec is not None and not isinstance(spec.loader, _RootLoader) for spec in specs)

@@ -65,7 +65,7 @@ def install(folder: Path) -> bool:
         OSError: the folder does not exist or cannot be written.
     """
     file, line = folder / FILE_NAME, pth_line()
-    if file.exists() and file.read_text(encoding="utf-8") == line:
+    if file.exists() and file.read_bytes() == line.encode():
         return False
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".fla_npu_enable")
     try:

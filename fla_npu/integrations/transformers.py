@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +78,8 @@ Maker = Callable[[str, Any, Report], Any]
 @dataclass(eq=False)
 class _Patch:
     module: ModuleType
+    spec: ModuleSpec | None
+    """Of the module; another one when it is reloaded."""
     name: str
     original: Any
     replacement: Any
@@ -114,6 +117,8 @@ class Hook:
         with lock:
             if not any(callable(vars(module).get(name)) for name in OPS):
                 return
+            # Reloading a module has undone what was replaced in it.
+            self.patches = [p for p in self.patches if p.module is not module or p.spec is module.__spec__]
             replaced = {patch.name for patch in self.patches if patch.module is module}
             new = []
             for name in (*OPS, *CONVOLUTIONS, "is_fast_path_available"):
@@ -122,8 +127,11 @@ class Hook:
                 original = vars(module)[name]
                 replacement = self.make(name, original, self.report)
                 if replacement is not original:
+                    if original is None:
+                        # Layers that keep it are pickled with that name: None again where nothing is enabled.
+                        replacement.__module__, replacement.__qualname__ = module.__name__, name
                     setattr(module, name, replacement)
-                    new.append(_Patch(module, name, original, replacement))
+                    new.append(_Patch(module, module.__spec__, name, original, replacement))
                     self.report.patched.append(f"{module.__name__}.{name}")
             self.patches += new
             if _layers_keep_functions(module):

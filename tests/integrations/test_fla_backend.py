@@ -153,6 +153,17 @@ def test_everything_is_put_back():
     assert fla_backend.BACKEND not in logged()
 
 
+@pytest.mark.parametrize("missing", ["_operation_registries", "_function_registries", "BaseBackend"])
+def test_an_fla_that_registers_in_another_way_is_told_of_and_left_alone(missing, monkeypatch):
+    before = state()
+    with monkeypatch.context() as patch:
+        patch.delattr(backends, missing)
+        with fla_npu.enabled() as report:
+            assert any(missing in reason for reason in report.skipped.values())
+            assert "fla.modules.norm.l2norm.l2norm" in report.patched
+    assert state() == before
+
+
 def test_comes_before_every_backend_of_fla():
     with fla_npu.enabled():
         for registry in (
@@ -177,6 +188,8 @@ def test_other_devices_and_context_parallelism_are_left_to_fla():
                 call()
         assert not report.calls
         q, gate = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 2)
+        with pytest.raises(TypeError, match="missing"):
+            fla.modules.norm.l2norm.l2norm()
         # Whatever the order of keywords.
         fla.ops.gated_delta_rule.chunk_gated_delta_rule(cu_seqlens=None, g=gate, beta=gate, k=q, v=q, q=q)
     assert report.calls == {"chunk_gated_delta_rule": 1}

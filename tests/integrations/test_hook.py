@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fla_npu
-from fla_npu.integrations import hook
+from fla_npu.integrations import hook, transformers
 
 PATHS = [
     *(
@@ -124,6 +124,24 @@ class TestNames:
         assert imported("fla") == {"fla", "fla.ops"}
         del sys.modules["fla"], sys.modules["fla.ops"]
 
+    def test_transformers_does_not_remember_the_stand_ins(self, monkeypatch):
+        """It asks for them where it finds a GPU, or an NPU that calls itself one, and keeps the answer."""
+        from transformers.utils import import_utils
+
+        monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
+        asked = import_utils.is_flash_linear_attention_available, import_utils.is_causal_conv1d_available
+
+        def answers() -> list[bool]:
+            return [ask() for ask in asked]
+
+        assert answers() == [False, False]
+        with fla_npu.enabled():
+            assert answers() == [True, True]
+            with hook._active.imports._installed.hidden():  # as when a modeling module is imported
+                assert answers() == [False, False]
+            assert answers() == [True, True]
+        assert answers() == [False, False]
+
     def test_a_real_package_is_named_in_the_report(self, tmp_path, monkeypatch):
         for name in ("fla", "causal_conv1d"):
             (tmp_path / name).mkdir()
@@ -134,6 +152,10 @@ class TestNames:
             assert report.skipped["fla"] == "FLA 0.5.2 has no registry of backends yet: 0.6 has"
             assert report.skipped["causal_conv1d"].startswith("installed")
             assert set(report.routes) == {"transformers"}
+        monkeypatch.setattr(hook, "_version", {"fla-core": "0.6.0"}.get)
+        monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # what some put there to import FLA
+        with fla_npu.enabled() as report:
+            assert report.routes["fla"].startswith("FLA 0.6.0")
 
 
 class TestModulesImportedMeanwhile:
@@ -168,8 +190,40 @@ class TestModulesImportedMeanwhile:
         assert module.__spec__.loader is module.__loader__
         assert type(module.__loader__).__name__ == "SourceFileLoader"
 
+    def test_are_served_again_after_a_reload(self, forgotten_modeling_module):
+        module = importlib.import_module(forgotten_modeling_module)
+        fla_npu.enable()
+        importlib.reload(module)
+        assert module.torch_chunk_gated_delta_rule.__code__.co_filename == transformers.__file__
+        fla_npu.disable()
+        assert module.torch_chunk_gated_delta_rule.__code__.co_filename != transformers.__file__
+
+    def test_have_loaders_that_can_what_others_can(self, forgotten_modeling_module):
+        """`python -m` and debuggers ask for more than to load."""
+        with fla_npu.enabled():
+            loader = importlib.util.find_spec(forgotten_modeling_module).loader
+            assert loader.get_code(forgotten_modeling_module).co_filename == loader.path
+
 
 class TestSwitch:
+    @pytest.mark.parametrize("step", ["start", "extend"])
+    def test_a_failure_leaves_nothing(self, step, monkeypatch):
+        path, active = list(sys.meta_path), hook._Active
+        with monkeypatch.context() as patch:
+
+            def fail(self, *args):
+                original(self, *args)
+                raise KeyError(step)
+
+            original = getattr(active, step)
+            patch.setattr(active, step, fail)
+            with pytest.raises(KeyError, match=step):
+                fla_npu.enable()
+            assert sys.meta_path == path
+        with fla_npu.enabled():
+            assert sys.meta_path != path
+        assert sys.meta_path == path
+
     def test_blocks_nest_and_survive_exceptions(self):
         path = list(sys.meta_path)
         with fla_npu.enabled() as outer:

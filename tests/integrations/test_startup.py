@@ -108,7 +108,7 @@ class TestCommands:
         assert runner.invoke(main, ["install-hook", *target]).stdout == f"installed: {file}\n"
         assert file.read_text().count("\n") == 1 and file.read_text().startswith("import ")
         assert runner.invoke(main, ["install-hook", *target]).stdout == f"already installed: {file}\n"
-        file.write_text("import of_an_older_version\n")
+        file.write_bytes(b"\xff of an older version\n")
         assert runner.invoke(main, ["install-hook", *target]).stdout == f"installed: {file}\n"
         assert file.read_text() == startup.pth_line()
         assert [path.name for path in tmp_path.iterdir()] == [startup.FILE_NAME]

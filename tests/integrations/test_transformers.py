@@ -1,6 +1,7 @@
 """transformers' layers on this package: who serves the calls, that the numbers stay, that nothing is left behind."""
 
 import gc
+import pickle
 import sys
 import types
 
@@ -363,6 +364,18 @@ class TestUpTo514:
         with fla_npu.enabled():
             assert early()[0] and module.OldenGatedDeltaNet()()[0]
         assert module.chunk_gated_delta_rule is early.chunk_gated_delta_rule is chunk_gated_delta_rule
+
+    def test_layers_are_pickled_by_the_names_of_what_they_keep(self, module):
+        module.OldenGatedDeltaNet.__qualname__ = "OldenGatedDeltaNet"
+        for name in OPS:
+            if name in vars(module) and vars(module)[name] is not None:
+                vars(module)[name].__module__, vars(module)[name].__qualname__ = module.__name__, name
+        module.torch_causal_conv1d_update.__module__ = module.__name__
+        module.torch_causal_conv1d_update.__qualname__ = "torch_causal_conv1d_update"
+        with fla_npu.enabled():
+            pickled = pickle.dumps(module.OldenGatedDeltaNet())
+            assert pickle.loads(pickled)() == [True] * 4
+        assert pickle.loads(pickled)() == [False] * 4
 
     def test_leaves_no_layer_alive(self, module):
         layer = module.OldenGatedDeltaNet()
