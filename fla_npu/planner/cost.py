@@ -8,8 +8,9 @@ Traffic, arithmetic and memory are counted; no constant is in them. Time is mode
 * A core has four engines that work at the same time, each on one operator after another in the order given: one loads
   from global memory, one stores to it, one multiplies, one computes vectors and moves tensors between the units. An
   operator starts when its engine is free and its inputs are there. The inputs of a chunk are loaded while the one
-  before is computed. What a chunk adds once all engines are in step is its time (`Step.seconds`); a stage that takes
-  chunk by chunk overlaps nothing with the next one (`Step.first`), unless its kernel loops over them.
+  before is computed, where both have places. What a chunk adds once all engines are in step is its time
+  (`Step.seconds`); a stage that takes chunk by chunk overlaps nothing with the next one (`Step.first`), unless its
+  kernel loops over them.
 * An operator takes what its bytes or products take at the chip's rates, and `Machine.operator` for its issue and the
   flag that it waits for. Solve is a chain of such operators (`solve_steps`).
 * An item (a chunk, a segment, a head) takes `Machine.item` besides; a launch takes `Machine.launch`.
@@ -32,6 +33,7 @@ from fla_npu.planner.dataflow import (
     ChunkShape,
     Graph,
     Operator,
+    Space,
     Tensor,
     placed,
     rewritten,
@@ -40,7 +42,7 @@ from fla_npu.planner.dataflow import (
 )
 from fla_npu.planner.layout import naive_layouts, plan_layouts
 from fla_npu.planner.mappings import WARMUP, Extra, Partition, Stage, partition, segment_chunks
-from fla_npu.planner.order import best, operand_traffic, rereading, semantic_order
+from fla_npu.planner.order import best, capacities, operand_traffic, peaks, rereading, semantic_order
 from fla_npu.planner.schedule import TILES, schedule
 from fla_npu.planner.schedule import Cost as ScheduleCost
 
@@ -64,7 +66,7 @@ class Machine:
     """Whether a core takes chunks in a loop that loads the next one early, as a persistent kernel does."""
 
 
-MACHINE = Machine(operator=0.677e-6, item=23.4e-6, launch=36.4e-6)
+MACHINE = Machine(operator=0.667e-6, item=23.5e-6, launch=35.8e-6)
 """Of the paper's kernels on the 310P. `operator` and `item` are fitted on the four GDN latencies of Figure 18;
 `launch`, which matters for separate operators alone, on one point of Figure 13. See `published.calibrate`."""
 
@@ -413,6 +415,8 @@ class _Program(NamedTuple):
     state: tuple[str, str]
     paths: Mapping[str, int]
     """Bytes by way."""
+    places: int
+    """Of each input."""
 
 
 @lru_cache(maxsize=1024)
@@ -463,7 +467,7 @@ def _program(chunk: _Chunk) -> _Program:
             seconds = on_the_way.get(name, 0.0) + size / _rate(chip, str(source.space), str(target.space))
             engine: Engine = "load" if source.space == "GM" else "vector" if source.space == "L0C" else "store"
             found.append(_Instruction(name, engine, seconds, 1, needs, source.role == "input"))
-    return _Program(tuple(found), graph.state, MappingProxyType(paths))
+    return _Program(tuple(found), graph.state, MappingProxyType(paths), _places(graph, order, chip))
 
 
 @lru_cache(maxsize=4096)
@@ -474,8 +478,8 @@ def _step(chunk: _Chunk, operator: float) -> Step:
     ends: list[float] = []
     following = 0.0
     for _ in range(4):
-        # An input has two places: the next one is loaded when the chunk before this one is done.
-        begin = ends[-2] if len(ends) > 1 else 0.0
+        # An input with two places is loaded when the chunk before the last one is done, with one after the last.
+        begin = ends[-program.places] if len(ends) >= program.places else 0.0
         done = {program.state[0]: following}
         for one in program.instructions:
             start = max([free.get(one.engine, 0.0), *(done.get(name, 0.0) for name in one.needs)])
@@ -497,9 +501,21 @@ def solve_steps(C: int) -> int:
 
 @lru_cache(maxsize=256)
 def _order(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> tuple[str, ...]:
-    """Of the head mapping's variants."""
+    """Of the head mapping's variants; of heads that only fit in tiles it is the order that they would have."""
     graph = _graph(op, shape, chip, variant)
-    return semantic_order(graph) if variant == "mapped" else best(graph, chip).order
+    if variant == "mapped":
+        return semantic_order(graph)
+    two, one = best(graph, chip), best(graph, chip, 1)
+    return one.order if _places(graph, two.order, chip) < 2 and _fits(one.peaks, chip) else two.order
+
+
+def _places(graph: Graph, order: Sequence[str], chip: Chip) -> int:
+    """Of each input: one where only that fits."""
+    return 2 if _fits(peaks(graph, order, 2), chip) or not _fits(peaks(graph, order, 1), chip) else 1
+
+
+def _fits(needed: Mapping[Space, int], chip: Chip) -> bool:
+    return all(needed[space] <= size for space, size in capacities(chip).items())
 
 
 def _graph(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> Graph:

@@ -15,6 +15,7 @@ from fla_npu.planner.chips import CHIPS, chip
 from fla_npu.planner.cost import MACHINE, cost, schedule_cost, solve_steps
 from fla_npu.planner.dataflow import RECURRENCES, ChunkShape
 from fla_npu.planner.mappings import NAMES
+from fla_npu.planner.plan import plan
 
 MIB = 1 << 20
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "sweep" / "compiled.json"
@@ -88,6 +89,18 @@ def test_unknown_ways_between_units_are_those_of_such_chips() -> None:
     rates = [module._rate(chip("910_9363"), *way) for way in (("UB", "L1"), ("L0C", "UB"), ("L0C", "L1"))]
     assert rates == [like.ub_to_gm_to_l1] * 3
     assert module._rate(chip("310B1"), "UB", "L1") == like.ub_to_l1
+
+
+@pytest.mark.parametrize(("op", "places"), [("gdn", 2), ("kda", 1)])
+def test_inputs_with_one_place_are_not_loaded_early(op: str, places: int) -> None:
+    """KDA leaves the 310P's UB room for one place of each; its plan says so, too."""
+    made = plan(op, "310P", heads=16, seq=4096)
+    call = module._Chunk(op, "head", "head", ChunkShape(), 128, chip("310P"), "planned")
+    program = module._program(call)
+    assert program.places == made.buffers == places
+    assert [one.name for one in program.instructions if one.name in made.order] == list(made.order)
+    step = module._step(call, MACHINE.operator)
+    assert step.seconds == pytest.approx(step.first) if places == 1 else step.seconds < 0.99 * step.first
 
 
 def test_variants_get_better_one_by_one() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fla_npu.planner import published
-from fla_npu.planner.cost import MACHINE
+from fla_npu.planner import cost, published
+from fla_npu.planner.cost import MACHINE, Machine
 from fla_npu.planner.published import ABLATION, Row, ablation, calibrate, rows, table
 
 ROWS = rows()
@@ -39,6 +39,17 @@ def test_the_fit_uses_gdn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ))  # fmt: skip
     calibrate()
     assert set(asked) == {"gdn"}
+
+
+def test_what_is_counted_rests_on_no_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [row for row in ROWS if row.basis == "counted"]
+    before = [row.predict() for row in counted]
+    monkeypatch.setattr(cost, "WARMUP", 10)
+    monkeypatch.setattr(published, "_call", published._call.__wrapped__)
+    machine = Machine(operator=1e-5, item=1e-3, launch=1e-3)
+    monkeypatch.setattr(published, "MACHINE", machine)
+    monkeypatch.setattr(cost, "machine_of", lambda chip: machine)
+    assert [row.predict() for row in counted] == before
 
 
 def test_planning_alone_explains_the_order_of_the_ablation() -> None:
