@@ -58,8 +58,9 @@ def migrate(paths: tuple[Path, ...], check: bool, diff: bool) -> None:
             after, remarks = rewrite(before)
             if after != before and not (check or diff):
                 _write(path, after.encode(encoding))
-        except (OSError, SyntaxError, UnicodeError) as error:
-            click.echo(f"{path}: cannot be migrated: {error}", err=True)
+        except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+            # Null characters, encodings of no text, and expressions too deep for the parser among them.
+            click.echo(f"{path}: cannot be migrated: {str(error) or type(error).__name__}", err=True)
             failed += 1
             continue
         for line, remark in remarks:
@@ -154,7 +155,7 @@ class _Migration:
                     return None
             elif OLD in _other_bindings(node):
                 return None
-        return uses
+        return None if re.search(rf"#\s*type:.*\b{OLD}\.", self.source) else uses
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
@@ -227,7 +228,8 @@ class _Migration:
     def _replace_word(self, node: Any, text: str) -> None:
         """The `fla` that a node starts with."""
         start, _ = self._span(node)
-        assert self.source[start : start + len(OLD)] == OLD
+        if self.source[start : start + len(OLD)] != OLD:
+            raise SyntaxError(f"line {node.lineno} spells {OLD} with other characters that mean the same")
         self.edits.append(Edit(start, start + len(OLD), text))
 
 
@@ -323,6 +325,8 @@ def _sources(paths: Sequence[Path]) -> Iterator[Path]:
 
 def _read(path: Path) -> tuple[str, str]:
     """A source with its line ends as they are, and its encoding."""
+    if path.suffix == ".ipynb":
+        raise ValueError("notebooks are not read, export it as a .py file")
     data = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     return data.decode(encoding), encoding

@@ -43,7 +43,9 @@ def row_loss(
     picked = torch.where(counts, target, 0).long()[:, None]
     smoothing = options.label_smoothing
     lse = z.logsumexp(-1)
-    z_loss = torch.where(counts, options.lse_square_scale * lse.square(), 0.0)
+    z_loss = torch.zeros_like(lse)
+    if options.lse_square_scale:
+        z_loss = torch.where(counts, options.lse_square_scale * lse.square(), 0.0)
     loss = lse - (1 - smoothing) * z.gather(1, picked)[:, 0]
     if smoothing:
         loss = loss - smoothing * z.mean(-1)
@@ -124,9 +126,11 @@ def cross_entropy_loss(
 
     Raises:
         ShapeError: shapes that do not fit together.
+        TypeError: `target` is not of integers.
         NotImplementedError: a `process_group` is given.
     """
     check_no_group(process_group)
+    check_integers(target)
     if logits.ndim != 2 or target.shape != logits.shape[:1]:
         raise ShapeError(f"logits must be [N, V] and target [N], got {tuple(logits.shape)} and {tuple(target.shape)}")
     options = Options(ignore_index, label_smoothing, logit_scale, lse_square_scale, logit_softcapping)
@@ -187,6 +191,12 @@ class FusedCrossEntropyLoss(nn.Module):
             total = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
             losses = losses[0].sum() / total, losses[1].sum() / total
         return losses if self.return_z_loss else losses[0]
+
+
+def check_integers(target: torch.Tensor) -> None:
+    """TypeError unless `target` is of integers; probabilities of classes would be cut off to 0."""
+    if target.dtype.is_floating_point:
+        raise TypeError(f"target must hold integers, got {target.dtype}")
 
 
 def check_no_group(process_group: Any) -> None:

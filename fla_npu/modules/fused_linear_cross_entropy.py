@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from fla_npu.errors import ShapeError
-from fla_npu.modules.fused_cross_entropy import Options, check_no_group, row_loss
+from fla_npu.modules.fused_cross_entropy import Options, check_integers, check_no_group, row_loss
 
 BLOCK_LOGITS = 1 << 24
 """Logits of a block: 64 MiB in fp32."""
@@ -70,7 +70,9 @@ class ProjectedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *(None if d is None else d * dloss.to(d.dtype) for d in ctx.saved_tensors), None, None, None, None
+        # In dloss's dtype: the scale of a loss in fp16 training need not be an fp16 number.
+        scaled = (None if d is None else (d.to(dloss.dtype) * dloss).to(d.dtype) for d in ctx.saved_tensors)
+        return *scaled, None, None, None, None
 
 
 def autocast_inputs(
@@ -120,9 +122,11 @@ def fused_linear_cross_entropy_loss(
 
     Raises:
         ShapeError: shapes that do not fit together; unknown reduction.
+        TypeError: `target` is not of integers.
         NotImplementedError: a `process_group` is given.
     """
     check_no_group(process_group)
+    check_integers(target)
     if reduction not in ("mean", "sum"):
         raise ShapeError(f"reduction: {reduction!r} is not supported, must be 'mean' or 'sum'")
     N = x.shape[0]

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -64,6 +65,10 @@ REWRITTEN = {
     "a name in an annotation": (
         "import fla.layers\ndef f(x: 'list[fla.layers.GatedDeltaNet]'): ...\n",
         "import fla_npu.layers, fla_npu as fla\ndef f(x: 'list[fla.layers.GatedDeltaNet]'): ...\n",
+    ),
+    "a name in a type comment": (
+        "import fla\nx = f()  # type: list[fla.layers.GatedDeltaNet]\n",
+        "import fla_npu as fla\nx = f()  # type: list[fla.layers.GatedDeltaNet]\n",
     ),
     "a name that is assigned": ("import fla\nfla = None\n", "import fla_npu as fla\nfla = None\n"),
     "a name that is missing": (
@@ -229,6 +234,32 @@ def test_files_that_cannot_be_read_stay_and_do_not_stop_the_others(tmp_path, mon
     assert result.exit_code == 123 and "disk full" in result.stderr
     assert (tmp_path / "c.py").read_text() == "import fla\n"
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "source, reason",
+    [
+        (b"import fla\0\n", "null bytes"),
+        (b"# coding: rot13\nimport fla\n", "not a text encoding"),
+        (b"import fla\nx = " + 200000 * b"-" + b"1\n", r"\w"),
+        ("import \ufb02a\n".encode(), "line 1 spells fla with other characters"),
+    ],
+    ids=["null characters", "an encoding of no text", "deep nesting", "a ligature"],
+)
+def test_hostile_files(source, reason, tmp_path):
+    (tmp_path / "a.py").write_bytes(source)
+    (tmp_path / "b.py").write_text("import fla\n")
+    result = run(tmp_path)
+    assert result.exit_code == 123 and "1 files changed, 0 places kept, 1 files failed" in result.stderr
+    assert re.search(rf"a.py: cannot be migrated: .*{reason}", result.stderr)
+    assert (tmp_path / "a.py").read_bytes() == source
+
+
+def test_notebooks_are_refused(tmp_path):
+    """They parse: JSON is an expression."""
+    (tmp_path / "a.ipynb").write_text('{"source": ["import fla"]}')
+    result = run(tmp_path / "a.ipynb")
+    assert result.exit_code == 123 and "notebooks are not read" in result.stderr
 
 
 def test_a_migrated_program_runs(tmp_path):

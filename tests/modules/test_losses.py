@@ -174,6 +174,27 @@ def test_autocast():
         assert got.dtype == torch.float32 and get_err_ratio(wanted, got) < 2**-6
 
 
+@pytest.mark.parametrize("kind", ["cross entropy", "KL divergence"])
+def test_scales_of_fp16_training(kind):
+    """`GradScaler` starts with 2^16, which is no fp16 number."""
+    x, weight, _, target = inputs(torch.float16)
+    if kind == "cross entropy":
+        loss = fused_linear_cross_entropy_loss(x, target, weight)
+    else:
+        loss = fused_kl_div_loss(x, x.detach().flip(0), weight, weight.detach())
+    small = torch.autograd.grad(loss * 2**10, (x, weight), retain_graph=True)
+    for a, b in zip(torch.autograd.grad(loss * 2**16, (x, weight)), small, strict=True):
+        assert a.isfinite().all() and torch.equal(a, 2**6 * b)
+
+
+def test_logits_whose_square_overflows():
+    logits = torch.tensor([[1e30, 0.0, -1e30], [-1e30, -1e30, 0.0]], requires_grad=True)
+    loss, z_loss = cross_entropy_loss(logits, torch.tensor([0, 0]))
+    assert loss.tolist() == F.cross_entropy(logits, torch.tensor([0, 0]), reduction="none").tolist()
+    assert z_loss.tolist() == [0, 0]
+    assert torch.autograd.grad(loss.sum(), logits)[0].tolist() == [[0, 0, 0], [-1, 0, 1]]
+
+
 def test_nothing_counts_and_nothing_is_there():
     x, weight, _, target = inputs()
     ignored = torch.full_like(target, -100)
@@ -203,5 +224,8 @@ def test_refusals():
         FusedCrossEntropyLoss(process_group=object())
     with pytest.raises(ValueError, match="reduction: 'sum' is not supported"):
         FusedKLDivLoss("sum")
+    for loss in (lambda t: cross_entropy_loss(x, t), lambda t: fused_linear_cross_entropy_loss(x, t, weight)):
+        with pytest.raises(TypeError, match="target must hold integers, got"):
+            loss(target.double())
     with pytest.raises((IndexError, RuntimeError)):
         cross_entropy_loss(x, torch.full_like(target, D))

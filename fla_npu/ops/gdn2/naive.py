@@ -1,6 +1,6 @@
 """FLA's reference names for Gated DeltaNet-2, over the definitions in `fla_npu.ops.common`.
 
-Unlike FLA's they accept grouped value heads. Outputs have the dtype of v, states are float32; nothing is written to.
+Unlike FLA's they accept grouped value heads. Results are float32; nothing is written to.
 """
 
 import torch
@@ -28,10 +28,10 @@ def naive_recurrent_gdn2(
         initial_state: `[B,HV,K,V]` or None for zeros.
 
     Returns:
-        `(o, final_state)`: `[B,T,HV,V]` in the dtype of v, and `[B,HV,K,V]` float32 or None.
+        `(o, final_state)`: `[B,T,HV,V]` float32, and `[B,HV,K,V]` float32 or None.
     """
     o, state = delta_recurrence(q, k, v, gk=g, b=b, w=w, scale=scale, initial_state=initial_state)
-    return o.to(v.dtype), state if output_final_state else None
+    return o, state if output_final_state else None
 
 
 def naive_chunk_gdn2(
@@ -48,4 +48,4 @@ def naive_chunk_gdn2(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Chunk by chunk. Arguments and results as in `naive_recurrent_gdn2`."""
     o, state = delta_chunk_form(q, k, v, g=g, b=b, w=w, scale=scale, initial_state=initial_state, chunk_size=chunk_size)
-    return o.to(v.dtype), state if output_final_state else None
+    return o, state if output_final_state else None
