@@ -222,8 +222,7 @@ def check_chunk_kda(
         )
     _refuse_context_parallel(cp_context)
     _check_packing(q, initial_state, cu_seqlens)
-    if initial_state is not None and initial_state.dtype != torch.float32:
-        raise ShapeError(f"initial_state must be in float32, got {initial_state.dtype}")
+    _check_state_dtype(q, initial_state)
     gate = _kda_gate(use_gate_in_kernel, A_log, lower_bound)
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}")
@@ -354,8 +353,7 @@ def check_chunk_gdn2(
     _check_tensor("w", w)
     _refuse_context_parallel(cp_context)
     _check_packing(q, initial_state, cu_seqlens)
-    if initial_state is not None and initial_state.dtype != torch.float32:
-        raise ShapeError(f"initial_state must be in float32, got {initial_state.dtype}")
+    _check_state_dtype(q, initial_state)
     gate = _kda_gate(use_gate_in_kernel, A_log, lower_bound)
     if chunk_size != 64:
         raise ValueError(f"`chunk_size` must be 64 for GDN-2, got {chunk_size}")
@@ -770,6 +768,13 @@ def _check_packing(q: torch.Tensor, initial_state: torch.Tensor | None, cu_seqle
             "The number of initial states is expected to be equal to the number of input sequences, "
             f"i.e., {cu_seqlens.shape[0] - 1} rather than {initial_state.shape[0]}"
         )
+
+
+def _check_state_dtype(q: torch.Tensor, initial_state: torch.Tensor | None) -> None:
+    """FLA's KDA and GDN-2 want float32. float64, which it does not have, is what calls in float64 return."""
+    if initial_state is None or initial_state.dtype == torch.float32 or initial_state.dtype == q.dtype == torch.float64:
+        return
+    raise ShapeError(f"initial_state must be in float32, got {initial_state.dtype}")
 
 
 def _check_float(name: str, x: torch.Tensor, device: torch.device) -> None:

@@ -345,10 +345,13 @@ def test_strided_inputs(op: str, T: int):
 
 @pytest.mark.parametrize("op", OPS)
 def test_float64_is_computed_in_float64(op: str):
-    """Up to the digits of FLA's float32 constant for 1 / ln 2."""
+    """Up to the digits of FLA's float32 constant for 1 / ln 2; also from the state that a call returned."""
     call = make_call(op, T=100, dtype=torch.float64, l2norm=True)
-    for x, y in zip(run(op, call), expected(op, call), strict=True):
-        assert x.dtype == torch.float64 and nmse(x, y) < 1e-15
+    for _ in range(2):
+        o, state = run(op, call)
+        for x, y in zip((o, state), expected(op, call), strict=True):
+            assert x.dtype == torch.float64 and nmse(x, y) < 1e-15
+        call["initial_state"] = state
 
 
 @pytest.mark.parametrize("op", OPS)

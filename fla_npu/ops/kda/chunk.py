@@ -48,7 +48,7 @@ def chunk_kda(
     Args:
         g: `[B, T, HV, K]`, natural log decay per key channel, at most 0; with `use_gate_in_kernel` logits. Decays of
             any strength are fine: none can overflow, and a factor of a decay below 2^-50 counts as zero.
-        initial_state: must be float32.
+        initial_state: must be float32; with float64 inputs it may be float64.
         use_gate_in_kernel: `g = -exp(A_log) softplus(g + dt_bias)`, or with `lower_bound` set
             `g = lower_bound sigmoid(exp(A_log) (g + dt_bias))`.
         A_log: `[HV]`; may be None with `lower_bound`, and counts as 0 then.
