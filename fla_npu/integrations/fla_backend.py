@@ -49,6 +49,14 @@ TARGETS: dict[str, dict[str, _Target]] = {
         "fused_recurrent_kda_fwd": _Target("fla_npu.ops.kda.fused_recurrent:fused_recurrent_kda_fwd", registry="kda")
     },
     "fla.ops.kda.gate": {"fused_kda_gate": _Target("fla_npu.ops.kda.gate:fused_kda_gate", CPU, "kda")},
+    # On Ascend, FLA has kernels for these and this package has none.
+    "fla.ops.gdn2.chunk": {"chunk_gdn2": _Target("fla_npu.ops.gdn2:chunk_gdn2", CPU)},
+    "fla.ops.gdn2.fused_recurrent": {
+        "fused_recurrent_gdn2": _Target("fla_npu.ops.gdn2:fused_recurrent_gdn2", CPU),
+    },
+    "fla.ops.gated_delta_product.chunk": {
+        "chunk_gated_delta_product": _Target("fla_npu.ops.gated_delta_product:chunk_gated_delta_product", CPU)
+    },
     "fla.modules.norm.fused_norm_gate": {
         "rms_norm_gated": _Target("fla_npu.modules.norm.fused_norm_gate:rms_norm_gated", CPU)
     },

@@ -74,6 +74,8 @@ def test_models_of_transformers_run_where_fla_finds_no_driver(family):
     [
         ("GatedDeltaNet", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule_fwd")),
         ("KimiDeltaAttention", ("chunk_kda", "fused_recurrent_kda_fwd")),
+        ("GatedDeltaNet2", ("chunk_gdn2", "fused_recurrent_gdn2")),
+        ("GatedDeltaProduct", ("chunk_gated_delta_product", "fused_recurrent_gated_delta_rule_fwd")),
     ],
 )
 def test_layers_of_fla_compute_what_those_of_fla_npu_do(name, ops):
