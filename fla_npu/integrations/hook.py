@@ -45,11 +45,11 @@ class _Active:
     def extend(self, layers: bool) -> None:
         self.transformers.extend()
         self.fla.extend()
-        if layers and self.layers is None and _version("transformers") is not None:
-            from fla_npu.integrations.layers import LayerHook
+        if layers and _version("transformers") is not None:
+            if self.layers is None:
+                from fla_npu.integrations.layers import LayerHook
 
-            self.layers = LayerHook(self.transformers, self.report)
-        if self.layers is not None:
+                self.layers = LayerHook(self.transformers, self.report)
             self.layers.extend()
 
     def attach(self, module: ModuleType) -> None:
