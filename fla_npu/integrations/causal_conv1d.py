@@ -12,9 +12,6 @@ from fla_npu.modules.causal_conv1d import causal_conv1d
 from fla_npu.modules.causal_conv1d import causal_conv1d_update as one_token
 from fla_npu.utils import tensor_cache
 
-__version__ = "1.5.0"
-"""The version whose signatures these are."""
-
 
 def causal_conv1d_fn(
     x: torch.Tensor,

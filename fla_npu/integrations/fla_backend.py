@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fla_npu.integrations.report import Report, lock
-from fla_npu.integrations.transformers import SERVED_DEVICES
+from fla_npu.integrations.transformers import SERVED_DEVICES, load
 
 BACKEND = "fla_npu"
 PRIORITY = -1
@@ -156,7 +156,7 @@ class FlaHook:
             body = {"backend_type": BACKEND, "priority": PRIORITY}
             registry.register(type("FlaNpuBackend", (backends.BaseBackend,), body)())
         backend = registry._backends[BACKEND]
-        implementation = _load(target.function)
+        implementation = load(target.function)
 
         def verify(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
             return _accepts(target, args, kwargs), f"fla_npu serves it on {' and '.join(target.devices)}"
@@ -176,7 +176,7 @@ class FlaHook:
 
 
 def _served(function: str, original: Callable[..., Any], target: _Target, report: Report) -> Callable[..., Any]:
-    implementation = _load(target.function)
+    implementation = load(target.function)
 
     @functools.wraps(original)
     def served(*args: Any, **kwargs: Any) -> Any:
@@ -203,8 +203,3 @@ def _exchange(old: Any, new: Any) -> None:
         if name == "fla" or name.startswith("fla."):
             for key in [key for key, value in list(vars(module).items()) if value is old]:
                 setattr(module, key, new)
-
-
-def _load(target: str) -> Callable[..., Any]:
-    module, name = target.split(":")
-    return getattr(importlib.import_module(module), name)

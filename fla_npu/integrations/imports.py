@@ -28,11 +28,18 @@ STAND_INS = {"fla": ("fla_npu", "0.6.0"), "causal_conv1d": ("fla_npu.integration
 class _Root(ModuleType):
     """`fla` or `causal_conv1d`: what the module that stands in has, under another name and version."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, hiding: threading.local) -> None:
         target, version = STAND_INS[name]
+        self._hiding = hiding
         super().__init__(name, f"`{name}`, answered by {target}: see fla_npu.enable.")
         self.__version__ = version
         self._target = target
+
+    def __getattribute__(self, name: str) -> Any:
+        # Another thread may have imported it while this one is not to see it: `_Installed.hidden`.
+        if not name.startswith("_") and getattr(self._hiding, "on", False):
+            raise ModuleNotFoundError(f"No module named {self.__name__!r}", name=self.__name__)
+        return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -89,9 +96,9 @@ class _Installed:
     """State shared by the two finders."""
 
     def __init__(self, watched: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
-        self.roots = {name: _Root(name) for name in STAND_INS}
-        self.watched, self.imported = watched, imported
         self.hiding = threading.local()
+        self.roots = {name: _Root(name, self.hiding) for name in STAND_INS}
+        self.watched, self.imported = watched, imported
         self.active = False
 
     def stands_in(self, name: str) -> bool:

@@ -199,7 +199,7 @@ def _serve_op(name: str, original: Callable[..., Any], report: Report) -> Callab
     """
     from transformers.utils.import_utils import is_torchdynamo_exporting
 
-    op = _load(OPS[name])
+    op = load(OPS[name])
     named = _keywords(op)
 
     @functools.wraps(original)
@@ -221,7 +221,7 @@ def _serve_convolution(name: str, original: Callable[..., Any] | None, report: R
 
     from fla_npu.modules.causal_conv1d.ops import ACTIVATIONS
 
-    function = _load(CONVOLUTIONS[name])
+    function = load(CONVOLUTIONS[name])
     named = _keywords(function)
     # x, weight, bias; or x, conv_state, weight, bias, activation. Further on the order differs between callers.
     positions = 2 if function.__name__ == "causal_conv1d_fn" else 4
@@ -280,7 +280,8 @@ def torch_path() -> Iterator[Report]:
         hook.undo()
 
 
-def _load(target: str) -> Callable[..., Any]:
+def load(target: str) -> Callable[..., Any]:
+    """The function named `<module>:<name>`."""
     module, name = target.split(":")
     return getattr(importlib.import_module(module), name)
 

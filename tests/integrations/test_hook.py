@@ -282,6 +282,21 @@ class TestSwitch:
         assert vars(module) == globals_before
         assert not {name for name in set(sys.modules) - before if name == "fla" or name.startswith("fla.")}
 
+    @pytest.mark.usefixtures("no_fla")
+    def test_an_import_of_the_stand_ins_in_another_thread_does_not_reach_a_modeling_module(self):
+        def imports() -> None:
+            for name in ("causal_conv1d", "fla.ops.kda"):
+                importlib.import_module(name)
+
+        with fla_npu.enabled(), hook._active.imports._installed.hidden():
+            other = threading.Thread(target=imports)
+            other.start()
+            other.join()
+            assert "fla" in sys.modules
+            for name, function in (("fla", "chunk_kda"), ("fla", "ops"), ("causal_conv1d", "causal_conv1d_fn")):
+                with pytest.raises(ModuleNotFoundError, match=name):
+                    getattr(importlib.import_module(name), function)
+
     def test_an_import_in_another_thread_is_waited_for(self):
         """A module that is being imported when `enable()` comes is served as well."""
         name = "transformers.models.slow.modeling_slow"
