@@ -31,8 +31,9 @@ first (unequal, or `bound * 65 / 64` where that is more), and within 4/3 of the 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from heapq import heapify, heapreplace
+from itertools import accumulate, chain
 from operator import index
 from typing import NamedTuple
 
@@ -181,8 +182,10 @@ def schedule(
         return equal_schedule(
             len(chunks), heads, cores, value_dim=value_dim, tiles=tiles, length=length, chunk=chunk, cost=cost
         )
+    # Thousands of sequences have few lengths in chunks, and a model may be slow.
+    cost = cache(cost)
     shape = _shape(len(chunks), heads, cores, value_dim, tiles, cost)
-    by_sequence = sorted(range(len(chunks)), key=lambda n: (-chunks[n], n))
+    by_sequence = sorted(range(len(chunks)), key=chunks.__getitem__, reverse=True)
     per_sequence = shape.heads * shape.blocks
     runs = [_Run(cost(chunks[n], shape.width), chunks[n], n * per_sequence, per_sequence) for n in by_sequence]
     plan = _deal(runs, shape, cost)
@@ -418,13 +421,9 @@ def _with_tail(plan: _Deal, runs: list[_Run], shape: _Shape, cost: CostModel) ->
 
 
 def _tabled(plan: _Deal, runs: list[_Run], shape: _Shape) -> Schedule:
-    bounds, ids = array("i", [0]), array("i")
-    for core in plan.cores:
-        for tiles in (False, True):
-            for kind, some in core:
-                if kind == tiles:
-                    ids.extend(some)
-            bounds.append(len(ids))
+    listed = [[some for kind, some in core if kind == tiles] for core in plan.cores for tiles in (False, True)]
+    bounds = array("i", accumulate((sum(map(len, ranges)) for ranges in listed), initial=0))
+    ids = array("i", chain.from_iterable(chain.from_iterable(listed)))
     split = Split(shape.units, shape.units, shape.width, plan.tile, plan.parts, shape.blocks)
     bound = sum(run.cost * run.number for run in runs) / shape.cores
     return Schedule(split, Order(bounds, ids), shape.cores, shape.heads, shape.value_dim, plan.makespan, bound)
