@@ -129,6 +129,7 @@ def cost(
     variant: Variant = "planned",
     machine: Machine | None = None,
     tiles: Sequence[int] = TILES,
+    segments: Sequence[Sequence[int]] | None = None,
 ) -> Cost:
     """The cost of a forward call.
 
@@ -142,6 +143,8 @@ def cost(
         variant: of the head mapping, see `Variant`; others have one.
         machine: instead of `machine_of(chip)`.
         tiles: columns of a state that a core may take at once.
+        segments: lengths of the segments of each sequence, where the launchers of the head mapping cut them
+            (`kernels.deal`): three launches over all tokens then, and products of states between them.
 
     Raises:
         ValueError: an argument is not among those named here, or there is nothing to compute.
@@ -155,7 +158,13 @@ def cost(
         raise ValueError(f"lengths must be positive ints, at least one, got {lengths!r}")
     machine = machine or machine_of(chip)
     call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine, tuple(tiles))
-    return call.cost()
+    if segments is None:
+        return call.cost()
+    if mapping != "head":
+        raise ValueError(f"segments must be None for {mapping}: only the head mapping is cut into them")
+    if [sum(some) for some in segments] != list(lengths) or not all(one > 0 for some in segments for one in some):
+        raise ValueError(f"segments must divide the lengths {list(lengths)}, got {[list(some) for some in segments]}")
+    return call.in_segments(tuple(length for some in segments for length in some))
 
 
 @dataclass(frozen=True)
@@ -178,10 +187,75 @@ class _Call:
         stages = {one.name: self._seconds(one) for one in self.partition.stages}
         longest = max(self._chunks)
         launches = sum(one.submissions * (longest if one.looped else 1) for one in self._visited())
-        submissions = launches * self.machine.launch
-        seconds = sum(stages.values()) + submissions
         graph = self.partition.graph
         visits = [(self._visits(stage), operator) for stage in self.partition.stages for operator in stage.operators]
+        return self._found(
+            read,
+            written,
+            self._paths(),
+            macs=sum(count * graph.macs(operator) for count, operator in visits),
+            element_ops=sum(count * graph.element_ops(operator) for count, operator in visits),
+            peak=self._peak(),
+            launches=launches,
+            stages=stages,
+        )
+
+    def in_segments(self, lengths: tuple[int, ...]) -> Cost:
+        """In three launches over segments of these lengths, as `ops/common/segments.py` does it: their final states
+        from none; what takes a state through each, from the identity and values of zero; the call. Between the last
+        two, for every segment a copy of its first state and a product with the next one."""
+        shape = self.shape
+        values = replace(self, lengths=lengths)
+        square = partition("head", self.op, replace(shape, V=shape.K))
+        transitions = replace(values, partition=square)
+        passes = {"final states": values.cost(), "transitions": transitions.cost(), "head": values.cost()}
+        read: dict[str, int] = {}
+        written: dict[str, int] = {}
+        paths: dict[str, int] = {}
+        for name, one in passes.items():
+            # One row of zeros stands for the values of all tokens.
+            zero = {"v"} if name == "transitions" else set()
+            for total, part in ((read, one.gm_read), (written, one.gm_written), (paths, one.path_bytes)):
+                for key, size in part.items():
+                    if key not in zero | {"initial state", "final state"}:
+                        total[key] = total.get(key, 0) + size
+        states, maps = values._state_bytes(), transitions._state_bytes()
+        between = 3 * states + maps, 2 * states
+        ends = self._state_bytes()
+        read |= {"initial state": ends, "states of segments": between[0] + maps + states - ends}
+        written |= {"final state": ends, "states of segments": between[1] + states + maps + states - ends}
+        macs = len(lengths) * self.heads * shape.K**2 * shape.V
+        rate = _macs(self.chip, shape.accumulate) * self.chip.aicores
+        products = max(sum(between) / _memory(self.chip), macs / rate)
+        stages = {name: one.stages["head"] for name, one in passes.items()} | {"products": products}
+        launches = sum(one.launches for one in passes.values()) + 2 * len(lengths)
+        # Outputs of two launches are there at once.
+        peak = self._peak() + passes["transitions"].gm_written["o"] + 3 * states + maps
+        return self._found(
+            read,
+            written,
+            paths,
+            macs=macs + sum(one.macs for one in passes.values()),
+            element_ops=sum(one.element_ops for one in passes.values()),
+            peak=peak,
+            launches=launches,
+            stages=stages,
+        )
+
+    def _found(
+        self,
+        read: dict[str, int],
+        written: dict[str, int],
+        paths: dict[str, int],
+        *,
+        macs: int,
+        element_ops: int,
+        peak: int,
+        launches: int,
+        stages: dict[str, float],
+    ) -> Cost:
+        submissions = launches * self.machine.launch
+        seconds = sum(stages.values()) + submissions
         watts = self.chip.board_watts
         return Cost(
             op=self.op,
@@ -189,10 +263,10 @@ class _Call:
             chip=self.chip.name,
             gm_read=MappingProxyType(read),
             gm_written=MappingProxyType(written),
-            path_bytes=MappingProxyType(self._paths()),
-            macs=sum(count * graph.macs(operator) for count, operator in visits),
-            element_ops=sum(count * graph.element_ops(operator) for count, operator in visits),
-            peak_bytes=self._peak(),
+            path_bytes=MappingProxyType(paths),
+            macs=macs,
+            element_ops=element_ops,
+            peak_bytes=peak,
             launches=launches,
             submission_seconds=submissions,
             seconds=seconds,

@@ -111,6 +111,28 @@ def test_variants_get_better_one_by_one() -> None:
     assert spilled == 64 * 1024 * 16 * 16, "one state per chunk and head"
 
 
+def test_segments_are_three_launches_and_products() -> None:
+    """One head of 65536 tokens on the 910B3, which the launchers cut. By hand: all tokens are read three times, the
+    values twice; outputs are written thrice; states of 64 KiB."""
+    T, n, D, state = 65536, 5, 128, 128 * 128 * 4
+    call = {"chip": chip("910B3"), "heads": 1, "lengths": [T]}
+    lengths = [T // 4, T // 4, T // 4, T // 8, T // 8]
+    whole, cut = of("gdn", "head", **call), of("gdn", "head", **call, segments=[lengths])
+    assert cut.launches == 3 + 2 * n
+    assert sum(cut.gm_read.values()) - cut.gm_read.get("workspace", 0) == T * (8 * D * 2 + 3 * 2 * 4) + n * 6 * state
+    assert sum(cut.gm_written.values()) - cut.gm_written.get("workspace", 0) == 3 * T * D * 2 + n * 5 * state
+    assert cut.macs == 3 * whole.macs + n * D**3
+    assert set(cut.stages) == {"final states", "transitions", "products", "head"}
+    assert cut.stages["head"] < whole.stages["head"]
+
+
+def test_segments_are_those_of_the_sequences() -> None:
+    with pytest.raises(ValueError, match=r"segments must divide the lengths \[1024\], got \[\[512, 500\]\]"):
+        of("gdn", "head", segments=[[512, 500]])
+    with pytest.raises(ValueError, match="segments must be None for fla"):
+        of("gdn", "fla", segments=[[512, 512]])
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     op=st.sampled_from(sorted(RECURRENCES)),
