@@ -75,6 +75,30 @@ def test_names_and_shapes(kind):
     assert {name: tuple(x.shape) for name, x in make(kind).state_dict().items()} == expected
 
 
+@pytest.mark.parametrize(
+    "kind, own",
+    [
+        ("gdn", {"use_gate": False}),
+        ("gdn", {"output_gate_activation": "sigmoid"}),
+        ("kda", {"safe_gate": True, "lower_bound": -3.0}),
+    ],
+)
+def test_fields_reach_the_layers(kind, own):
+    layer = {"allow_neg_eigval": True, "conv_size": 3, "use_short_conv": True, "expand_v": 1.5}
+    attention = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5, "rope_theta": 500.0}
+    attention["qkv_bias"] = True
+    fields = {"attn_mode": "fused_recurrent", "norm_eps": 1e-3, "max_position_embeddings": 77, "attn": attention}
+    blocks = make(kind, **layer, **fields, **own).model.layers
+    mixer = blocks[0].attn
+    activation = own.pop("output_gate_activation", None)
+    assert {name: getattr(mixer, name) for name in layer | own} == layer | own
+    assert mixer.mode == "fused_recurrent" and mixer.o_norm.eps == blocks[0].attn_norm.eps == 1e-3
+    assert activation is None or mixer.o_norm.activation == activation
+    del attention["layers"]
+    assert {name: getattr(blocks[1].attn, name) for name in attention} == attention
+    assert blocks[1].attn.max_position_embeddings == 77 and blocks[1].attn.q_proj.bias is not None
+
+
 def test_initial_weights():
     gdn, kda, safe = (
         make(kind, num_heads=8, num_v_heads=8).model.layers[0].attn for kind in ("gdn", "kda", "kda hybrid")
@@ -185,7 +209,8 @@ def test_what_forward_takes_and_returns():
         logits, cache = model(x, return_dict=False)
         assert torch.equal(logits, out.logits) and isinstance(cache, Cache)
         close(model(x[:, 12:], cache=model(x[:, :12])[CACHE]).logits, out.logits[:, 12:])
-        assert CACHE not in model(x, use_cache=False)
+        assert CACHE not in model(x, use_cache=False) and CACHE not in model.train()(x)
+        model.eval()
         state = model(x[:, :12])[CACHE].to_legacy_cache()
         close(model(x[:, 12:], past_key_values=Cache.from_legacy_cache(state, 12)).logits, out.logits[:, 12:])
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
@@ -277,12 +302,14 @@ def test_save_and_load(kind, tied, tmp_path):
 
 def test_missing_weights_get_initial_ones(tmp_path):
     model = make("kda")
-    state = {name: x for name, x in model.state_dict().items() if "layers.1.attn" not in name}
+    # Of the first layer only one of the parameters that are set together.
+    missing = ("layers.1.attn", "layers.0.attn.dt_bias")
+    state = {name: x for name, x in model.state_dict().items() if not any(part in name for part in missing)}
     model.save_pretrained(tmp_path, state_dict=state)
     loaded = KDAForCausalLM.from_pretrained(tmp_path)
     for name, x in loaded.state_dict().items():
         assert x.isfinite().all()
-        assert torch.equal(x, model.state_dict()[name]) or "layers.1.attn" in name, name
+        assert torch.equal(x, model.state_dict()[name]) or name not in state, name
     rates = loaded.model.layers[1].attn.A_log.exp()
     assert rates.min() >= 1 and rates.max() <= 16
     assert F.softplus(loaded.model.layers[1].attn.dt_bias).min() > 1e-4
