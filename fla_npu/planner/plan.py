@@ -10,7 +10,9 @@ the op, tile sizes and the schedule are those of its launchers, which ask the sa
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from math import inf
 from operator import index
+from reprlib import repr as brief
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -60,13 +62,25 @@ WAYS: tuple[tuple[str, Name, Variant], ...] = (
 
 Precision = Literal["exact", "fast"]
 
+MOST_SEQUENCES = 10_000
+"""Sequences of a call that can be planned: with these a plan takes about a second and a half."""
+
+MOST_TOKENS = 2**31 - 1
+"""Tokens of a sequence: the kernels hold its length in 32 bits."""
+
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, with every default filled in."""
+    """What was asked for, with every default filled in.
+
+    Raises:
+        TypeError: a name is not a str, or `bounded` not a bool.
+        ValueError: an argument is not among those that `plan` names.
+    """
 
     op: str
     chip: str
+    """Its name in `planner.chips`."""
     heads: int
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
@@ -75,6 +89,30 @@ class Request:
     dtype: str
     precision: Precision
     bounded: bool
+
+    def __post_init__(self) -> None:
+        for name in ("op", "dtype", "precision"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a str, got {type(getattr(self, name)).__name__}")
+        if type(self.bounded) is not bool:
+            raise TypeError(f"bounded must be a bool, got {self.bounded!r}")
+        if self.op not in RECURRENCES:
+            raise ValueError(f"op must be one of {', '.join(RECURRENCES)}, got {self.op!r}")
+        chip = find_chip(self.chip)
+        for name in ("heads", "K", "V"):
+            _at_least(name, getattr(self, name), 1)
+        _at_most("lengths", len(self.lengths), MOST_SEQUENCES, "sequences")
+        for length in self.lengths:
+            _at_least("lengths", length, 0)
+            _at_most("lengths", length, MOST_TOKENS, "tokens each")
+        if not any(self.lengths):
+            raise ValueError(f"lengths must have at least one token, got {list(self.lengths)}")
+        dtypes = [one for one in chip.matrix_dtypes if one in ITEMSIZE]
+        if self.dtype not in dtypes:
+            known = " or ".join(dtypes)
+            raise ValueError(f"dtype must be one that {chip.name} multiplies, {known}, got {self.dtype!r}")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision must be exact or fast, got {self.precision!r}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +123,10 @@ class Memory:
     bytes: int | None
     """None where no source gives the chip's size; nothing is held against it then."""
     peak: int
+
+    def __post_init__(self) -> None:
+        if self.bytes is not None and self.peak > self.bytes:
+            raise ValueError(f"peak must be at most the {self.bytes} bytes of {self.name}, got {self.peak}")
 
 
 @dataclass(frozen=True)
@@ -169,6 +211,10 @@ class Prediction:
     seconds: float
     stages: tuple[tuple[str, float], ...]
     joules: float | None
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"seconds must be positive, got {self.seconds}")
 
 
 class Span(NamedTuple):
@@ -271,15 +317,42 @@ class Plan:
         """
         try:
             record = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"plan must be a JSON object, got {text[:40]!r}: {error}") from error
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"schema of a plan must be {SCHEMA}, got {found!r}")
+            raise ValueError(f"schema of a plan must be {SCHEMA}, got {brief(found)}")
         del record["schema"]
         made = _decoded(record, Plan, "plan")
         assert isinstance(made, Plan)
+        for name, found, wanted in made._derived():
+            if found != wanted:
+                raise ValueError(f"plan.{name} must be {wanted} with all before it in the plan, got {found}")
         return made
+
+    def _derived(self) -> Iterator[tuple[str, object, object]]:
+        """What follows from other fields: its name, what is in the plan, what follows. In an order in which each needs
+        only those before."""
+        request, config = self.request, self.config
+        chip = find_chip(request.chip)
+        yield "request.chip", request.chip, chip.name
+        yield "kernel", self.kernel, _kernel(request, chip)
+        yield from _fields("config", config, config.fit(pad(request.V)))
+        yield from _fields("dealt", self.dealt, _dealt(self.deal(), self.kernel))
+        sizes = [(space, capacities(chip).get(space)) for space in SPACES]
+        yield "memories", [(one.name, one.bytes) for one in self.memories], sizes
+        yield "buffers", self.buffers, min(max(self.buffers, 1), 2)
+        yield "steps", len(self.steps), max(len(self.steps), 1)
+        for at, step in enumerate(self.steps):
+            yield f"steps[{at}].live", len(step.live), len(SPACES)
+        for at, memory in enumerate(self.memories):
+            yield f"memories[{at}].peak", memory.peak, max(step.live[at] for step in self.steps)
+        yield "predictions", [(one.name, one.mapping) for one in self.predictions], [way[:2] for way in WAYS]
+
+
+def _fields(at: str, found: Any, wanted: Any) -> Iterator[tuple[str, object, object]]:
+    for name in (field.name for field in fields(wanted)):
+        yield f"{at}.{name}", getattr(found, name), getattr(wanted, name)
 
 
 def _decoded(value: Any, kind: Any, at: str) -> Any:
@@ -288,9 +361,13 @@ def _decoded(value: Any, kind: Any, at: str) -> Any:
         names = [field.name for field in fields(kind)]
         if not isinstance(value, dict) or set(value) != set(names):
             found = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f"{at} must have {', '.join(names)}, got {found}")
+            raise ValueError(f"{at} must have {', '.join(names)}, got {brief(found)}")
         hints = get_type_hints(kind)
-        return kind(**{name: _decoded(value[name], hints[name], f"{at}.{name}") for name in names})
+        values = {name: _decoded(value[name], hints[name], f"{at}.{name}") for name in names}
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}") from error
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is tuple and isinstance(value, list):
         kinds = arguments if arguments[-1] is not Ellipsis else arguments[:1] * len(value)
@@ -303,9 +380,12 @@ def _decoded(value: Any, kind: Any, at: str) -> Any:
         return _decoded(value, next(one for one in arguments if one is not NoneType), at)
     if origin is Literal and value in arguments:
         return value
+    if kind in (int, float) and type(value) is kind and not 0 <= value < inf:
+        raise ValueError(f"{at} must be finite and not negative, got {brief(value)}")
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise ValueError(f"{at} must be {getattr(kind, '__name__', kind)}, got {value!r}")
+    # `repr` would follow lists in lists without end.
+    raise ValueError(f"{at} must be {getattr(kind, '__name__', kind)}, got {brief(value)}")
 
 
 def plan(
@@ -346,7 +426,8 @@ def plan(
     """
     found = find_chip(chip)
     chunk, tile = _size("chunk", chunk, CHUNKS), _size("tile", tile, TILES)
-    request = _request(op, found, heads, lengths, seq, batch, K, V, dtype, precision, bounded)
+    heads, K, V = _int("heads", heads), _int("K", K), _int("V", V)
+    request = Request(op, found.name, heads, _lengths(lengths, seq, batch), K, V, dtype, precision, bounded)  # type: ignore[arg-type]
     kernel = _kernel(request, found)
     config, ordered = _tiled(request, found, kernel, chunk, tile)
     layouts = plan_layouts(ordered.graph, found, _chunks(request, config.chunk))
@@ -372,43 +453,22 @@ def plan(
     )
 
 
-def _request(
-    op: str,
-    chip: Chip,
-    heads: int,
-    lengths: Sequence[int] | None,
-    seq: int | None,
-    batch: int,
-    K: int,
-    V: int,
-    dtype: str,
-    precision: str,
-    bounded: bool,
-) -> Request:
-    for name, value in (("op", op), ("dtype", dtype), ("precision", precision)):
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, got {type(value).__name__}")
-    if op not in RECURRENCES:
-        raise ValueError(f"op must be one of {', '.join(RECURRENCES)}, got {op!r}")
+def _lengths(lengths: Sequence[int] | None, seq: int | None, batch: int) -> tuple[int, ...]:
     if (lengths is None) == (seq is None):
         given = "neither" if seq is None else "both"
         raise ValueError(f"lengths or seq must say how many tokens there are, got {given}")
+    batch = _int("batch", batch)
     if seq is not None:
-        lengths = [_count("seq", seq, 1)] * _count("batch", batch, 1)
-    elif batch != 1:
+        seq = _int("seq", seq)
+        _at_least("seq", seq, 1)
+        _at_least("batch", batch, 1)
+        _at_most("batch", batch, MOST_SEQUENCES, "sequences")
+        return (seq,) * batch
+    if batch != 1:
         raise ValueError(f"batch must be 1 where lengths name the sequences, got {batch}")
     if not isinstance(lengths, Iterable):
         raise TypeError(f"lengths must be a sequence of ints, got {type(lengths).__name__}")
-    tokens = tuple(_count("lengths", length, 0) for length in lengths)
-    if not any(tokens):
-        raise ValueError(f"lengths must have at least one token, got {list(tokens)}")
-    dtypes = [one for one in chip.matrix_dtypes if one in ITEMSIZE]
-    if dtype not in dtypes:
-        raise ValueError(f"dtype must be one that {chip.name} multiplies, {' or '.join(dtypes)}, got {dtype!r}")
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision must be exact or fast, got {precision!r}")
-    heads, K, V = (_count(name, size, 1) for name, size in (("heads", heads), ("K", K), ("V", V)))
-    return Request(op, chip.name, heads, tokens, K, V, dtype, precision, bool(bounded))  # type: ignore[arg-type]
+    return tuple(_int("lengths", length) for length in lengths)
 
 
 def _int(name: str, value: int) -> int:
@@ -431,11 +491,14 @@ def _size(name: str, value: int | None, known: tuple[int, ...]) -> int | None:
     return size
 
 
-def _count(name: str, value: int, least: int) -> int:
-    value = _int(name, value)
+def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
+
+
+def _at_most(name: str, value: int, most: int, what: str) -> None:
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:,} {what}, got {value:,}")
 
 
 def _kernel(request: Request, chip: Chip) -> str | None:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -201,6 +204,10 @@ def test_the_largest_calls_take_less_than_two_seconds(op, name):
         ({"tile": 128.0}, TypeError, "tile must be an int, got float"),
         ({"heads": True}, TypeError, "heads must be an int, got bool"),
         ({"seq": None, "lengths": 5}, TypeError, "lengths must be a sequence of ints, got int"),
+        ({"seq": None, "lengths": [1] * 10_001}, ValueError, "lengths must be at most 10,000 sequences, got 10,001"),
+        ({"batch": 10**6}, ValueError, "batch must be at most 10,000 sequences, got 1,000,000"),
+        ({"seq": 2**31}, ValueError, "lengths must be at most 2,147,483,647 tokens each, got 2,147,483,648"),
+        ({"bounded": "no"}, TypeError, "bounded must be a bool, got 'no'"),
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
@@ -248,6 +255,23 @@ def test_sizes_that_do_not_fit_are_told_what_would():
     assert plan("kda", "310P", **sizes, **call).config.chunk == sizes["chunk"]
 
 
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
+def changed(*path: Any) -> Callable[[Any], Any]:
+    """A plan with another value at the end of a path."""
+    first, *rest = path
+
+    def change(record: Any) -> Any:
+        made = dict(record) if isinstance(record, dict) else dict(enumerate(record))
+        assert first in made
+        made[first] = changed(*rest)(made[first]) if len(rest) > 1 else rest[0]
+        return made if isinstance(record, dict) else list(made.values())
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -258,6 +282,31 @@ def test_sizes_that_do_not_fit_are_told_what_would():
         (lambda record: {**record, "buffers": "2"}, "plan.buffers must be int, got '2'"),
         (lambda record: {**record, "state": "round"}, "plan.state must be"),
         (lambda record: {**record, "spilled": [1]}, r"plan.spilled\[0\] must be str, got 1"),
+        (lambda record: {**record, "spilled": nested(400)}, r"plan.spilled\[0\] must be str, got \[\[\["),
+        (changed("request", "heads", -1), "plan.request.heads must be finite and not negative, got -1"),
+        (changed("request", "heads", 0), "plan.request: heads must be at least 1, got 0"),
+        (changed("request", "op", "zz"), "plan.request: op must be one of gdn, kda"),
+        (changed("request", "chip", "zz"), "plan.request: chip must be one of 310P"),
+        (changed("request", "chip", "ascend310p"), "plan.request.chip must be 310P"),
+        (changed("request", "dtype", "zz"), "plan.request: dtype must be one that 310P multiplies"),
+        (changed("request", "lengths", []), "plan.request: lengths must have at least one token"),
+        (changed("request", "bounded", 1), "plan.request.bounded must be bool, got 1"),
+        (changed("config", "chunk", 48), "plan.config: chunk must be 16, 32 or 64, got 48"),
+        (changed("config", "width", True), "plan.config.width must be int, got True"),
+        (changed("kernel", "chunk_gdn"), "plan.kernel must be None"),
+        (changed("memories", 0, "peak", 2**20), "plan.memories.0.: peak must be at most the 262144 bytes of UB"),
+        (changed("memories", 0, "peak", 1), r"plan.memories\[0\].peak must be \d+ with"),
+        (changed("memories", []), r"plan.memories must be \[\('UB', 262144\)"),
+        (changed("buffers", 3), "plan.buffers must be 2"),
+        (changed("steps", []), "plan.steps must be 1 with all before it in the plan, got 0"),
+        (changed("steps", 0, "live", []), r"plan.steps\[0\].live must be 3"),
+        (changed("dealt", "cores", 3), "plan.dealt.cores must be 10"),
+        (changed("dealt", "makespan", 0), "plan.dealt.makespan must be"),
+        (changed("predictions", []), "plan.predictions must be "),
+        (changed("predictions", 6, "seconds", float("nan")), r"seconds must be finite and not negative, got nan"),
+        (changed("predictions", 6, "seconds", float("inf")), r"seconds must be finite and not negative, got inf"),
+        (changed("predictions", 6, "seconds", -1.0), r"predictions\[6\].seconds must be finite and not negative"),
+        (changed("predictions", 6, "seconds", 0.0), r"predictions\[6\]: seconds must be positive, got 0.0"),
     ],
 )
 def test_json_that_is_no_plan(change, message):
@@ -267,9 +316,10 @@ def test_json_that_is_no_plan(change, message):
         Plan.from_json(json.dumps(change(record)))
 
 
-def test_text_that_is_no_json():
-    with pytest.raises(ValueError, match=r"plan must be a JSON object, got '\{'"):
-        Plan.from_json("{")
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000])
+def test_text_that_is_no_json(text):
+    with pytest.raises(ValueError, match=rf"plan must be a JSON object, got '{re.escape(text[:40])}'"):
+        Plan.from_json(text)
 
 
 # Kernels
