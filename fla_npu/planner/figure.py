@@ -75,7 +75,7 @@ def _memories(plan: Plan, axes: Any) -> None:
 
 
 def _cores(plan: Plan, axis: Any) -> None:
-    unit = plan.predictions[-1].seconds * 1e3 / plan.dealt.makespan
+    unit = dict(plan.predictions[-1].stages)["head"] * 1e3 / plan.dealt.makespan
     drawn = set()
     for core, spans in enumerate(plan.timeline()):
         for whole, some in groupby(spans, key=lambda one: one.whole):
@@ -99,7 +99,10 @@ def _cores(plan: Plan, axis: Any) -> None:
             drawn.add(label)
     even = plan.dealt.bound * unit
     axis.axvline(even, color=LIMIT, linestyle="--", linewidth=1.2, label="even share")
-    axis.set(xlabel="ms, predicted", ylabel="core", title="heads to cores", xlim=(0, 1.01 * unit * plan.dealt.makespan))
+    title = (
+        "heads to cores" if plan.dealt.segments is None else "segments of heads to cores, the last of three launches"
+    )
+    axis.set(xlabel="ms, predicted", ylabel="core", title=title, xlim=(0, 1.01 * unit * plan.dealt.makespan))
     axis.set_ylim(plan.dealt.cores - 0.4, -0.6)
     axis.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
 

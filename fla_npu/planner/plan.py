@@ -169,11 +169,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Heads to cores, in the unit of the schedule's cost model."""
+    """Heads to cores in a launch, in the unit of the schedule's cost model."""
 
     cores: int
     units: int
-    """Heads of sequences, or column blocks of them."""
+    """Heads of sequences or of their segments, or column blocks of them."""
     whole: int
     """Units that are computed whole."""
     tile: int
@@ -186,7 +186,7 @@ class Dealt:
     tail: int
     """Units of heads that would better go chunk by chunk on all cores."""
     segments: Segments | None
-    """Lengths of the segments of each sequence, where the launchers cut them."""
+    """Lengths of the segments of each sequence, where the launchers cut them; these are dealt then, three times."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,7 @@ class Span(NamedTuple):
     """What a core does from a time to another, in the schedule's unit."""
 
     item: Item
+    """Its sequence is a segment, where sequences are cut; those of all sequences are numbered together."""
     whole: bool
     """Whether it is all columns of a unit, not one of its tiles."""
     start: int
@@ -273,14 +274,15 @@ class Plan:
         return _deal(self.request, self.config, self.kernel)
 
     def timeline(self) -> Iterator[tuple[Span, ...]]:
-        """What each core does, one core after another."""
-        schedule, chunk = self.deal().schedule, self.config.chunk
+        """What each core does in a launch, one core after another."""
+        lengths, schedule = _launched(self.request, self.config, self.kernel)
+        chunk = self.config.chunk
         item_cost = _item_cost(self.request, self.config, self.kernel)
         split = schedule.split
         for core in range(schedule.cores):
             spans, now = [], 0
             for item in schedule.core(core):
-                chunks = -(-self.request.lengths[item.sequence] // chunk)
+                chunks = -(-lengths[item.sequence] // chunk)
                 # A tile may be as wide as what is left of the last unit, but then it does not begin one.
                 left = min(split.width, schedule.value_dim - item.column)
                 whole = item.column % split.width == 0 and item.columns == left
@@ -338,7 +340,7 @@ class Plan:
         yield "request.chip", request.chip, chip.name
         yield "kernel", self.kernel, _kernel(request, chip)
         yield from _fields("config", config, config.fit(pad(request.V)))
-        yield from _fields("dealt", self.dealt, _dealt(self.deal(), self.kernel))
+        yield from _fields("dealt", self.dealt, _dealt(request, config, self.kernel))
         sizes = [(space, capacities(chip).get(space)) for space in SPACES]
         yield "memories", [(one.name, one.bytes) for one in self.memories], sizes
         yield "buffers", self.buffers, min(max(self.buffers, 1), 2)
@@ -432,7 +434,7 @@ def plan(
     config, ordered = _tiled(request, found, kernel, chunk, tile)
     layouts = plan_layouts(ordered.graph, found, _chunks(request, config.chunk))
     alive = dict(occupancy(ordered.graph, ordered.order, ordered.buffers)) | {"UB": _ub_bytes(ordered, layouts)}
-    dealt = _deal(request, config, kernel)
+    dealt = _dealt(request, config, kernel)
     return Plan(
         request=request,
         config=config,
@@ -447,8 +449,8 @@ def plan(
         ),
         state=layouts.state,
         sites=tuple(Site(one.tensor, one.target, one.operator, one.path) for one in layouts.transforms),
-        dealt=_dealt(dealt, kernel),
-        predictions=tuple(_predictions(request, found, config)),
+        dealt=dealt,
+        predictions=tuple(_predictions(request, found, config, dealt.segments)),
         remarks=tuple(_remarks(request, found, kernel, ordered, dealt, chunk, tile)),
     )
 
@@ -657,22 +659,35 @@ def _whole_shape(request: Request, chunk: int) -> ChunkShape:
     return ChunkShape(chunk, pad(request.K), pad(request.V), request.dtype)
 
 
-def _deal(request: Request, config: Config, kernel: str | None) -> Deal:
-    return kernels.deal(
+def _deal(request: Request, config: Config, kernel: str | None, lengths: tuple[int, ...] | None = None) -> Deal:
+    """Of the sequences, or of others of these lengths. Only the launchers of kernels cut sequences."""
+    lengths = request.lengths if lengths is None else lengths
+    made = kernels.deal(
         request.op,
         config,
         V=request.V,
         heads=request.heads,
         cores=find_chip(request.chip).aicores,
-        sequences=len(request.lengths),
-        tokens=sum(request.lengths),
-        lengths=request.lengths,
+        sequences=len(lengths),
+        tokens=sum(lengths),
+        lengths=lengths,
         cost=_item_cost(request, config, kernel),
     )
+    return made if kernel else made._replace(segments=None)
 
 
-def _dealt(deal: Deal, kernel: str | None) -> Dealt:
-    schedule, split = deal.schedule, deal.schedule.split
+def _launched(request: Request, config: Config, kernel: str | None) -> tuple[tuple[int, ...], Schedule]:
+    """The lengths that a launch sees, those of segments where sequences are cut, and its schedule."""
+    schedule, segments = _deal(request, config, kernel)
+    if segments is None:
+        return request.lengths, schedule
+    lengths = tuple(length for sequence in segments for length in sequence)
+    return lengths, _deal(request, config, kernel, lengths).schedule
+
+
+def _dealt(request: Request, config: Config, kernel: str | None) -> Dealt:
+    _, schedule = _launched(request, config, kernel)
+    split = schedule.split
     if schedule.order is None:
         whole = split.whole
     else:
@@ -687,11 +702,12 @@ def _dealt(deal: Deal, kernel: str | None) -> Dealt:
         makespan=schedule.makespan,
         bound=schedule.bound,
         tail=0 if schedule.tail is None else len(schedule.tail.items),
-        segments=deal.segments if kernel else None,
+        segments=_deal(request, config, kernel).segments,
     )
 
 
-def _predictions(request: Request, chip: Chip, config: Config) -> Iterator[Prediction]:
+def _predictions(request: Request, chip: Chip, config: Config, segments: Segments | None) -> Iterator[Prediction]:
+    filled = None if segments is None else [sequence for sequence in segments if sequence]
     lengths = tuple(length for length in request.lengths if length)
     for name, mapping, variant in WAYS:
         tokens = config.chunk if mapping == "head" else CHUNKS[0]
@@ -704,6 +720,7 @@ def _predictions(request: Request, chip: Chip, config: Config) -> Iterator[Predi
             shape=_whole_shape(request, tokens),
             variant=variant,
             tiles=config.tiles if mapping == "head" else COLUMN_TILES,
+            segments=filled if mapping == "head" else None,
         )
         yield Prediction(
             name=name,
@@ -755,7 +772,7 @@ def _remarks(
     chip: Chip,
     kernel: str | None,
     ordered: Ordered,
-    deal: Deal,
+    dealt: Dealt,
     chunk: int | None,
     tile: int | None,
 ) -> Iterator[str]:
@@ -771,7 +788,10 @@ def _remarks(
         yield f"{', '.join(ordered.spilled)} wait in global memory: no order keeps everything on the core"
     if ordered.buffers == 1:
         yield "inputs and outputs have one place each: loads and stores of neighbouring chunks do not overlap"
-    if deal.schedule.tail is not None:
-        yield f"{len(deal.schedule.tail.items)} heads would end earlier chunk by chunk on all cores"
-    if kernel and deal.segments:
-        yield f"sequences are cut into {sum(map(len, deal.segments))} segments that run side by side in three launches"
+    if dealt.segments:
+        yield f"sequences are cut into {sum(map(len, dealt.segments))} segments that run side by side in three launches"
+    elif dealt.tail:
+        yield (
+            f"{dealt.tail} heads would end earlier chunk by chunk on all cores: that is not done, "
+            "nor is it in the predictions"
+        )

@@ -32,7 +32,7 @@ def sizes(plan: Plan) -> str:
         tokens = f"{number} of {lengths[0]:,} tokens"
     else:
         tokens = f"{len(lengths):,} sequences of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all"
-    heads = f"{request.heads} heads of {request.K} x {request.V}"
+    heads = f"{request.heads} head{'s' if request.heads != 1 else ''} of {request.K} x {request.V}"
     return f"{request.op} on {request.chip}: {tokens}, {heads}, {request.dtype}"
 
 
@@ -84,8 +84,11 @@ def _wrapped(head: str, names: Sequence[str]) -> list[str]:
 def _cores(plan: Plan) -> Iterator[str]:
     dealt = plan.dealt
     tiles = (dealt.units - dealt.whole) * dealt.parts
-    shares = f"{dealt.whole} heads whole" + (f", {tiles} tiles of {dealt.tile} columns" if tiles else "")
+    what = "heads" if plan.shape.V >= plan.request.V else "column blocks"
+    shares = f"{dealt.whole} {what} whole" + (f", {tiles} tiles of {dealt.tile} columns" if tiles else "")
     yield f"cores: {shares}; the busiest has {dealt.makespan / dealt.bound:.2f} times its even share"
+    if dealt.segments is not None:
+        yield f"  a launch over {sum(map(len, dealt.segments))} segments; there are three like it"
     yield f"  {'core':<8}# whole head, = tile, . idle"
     lines = [(_bar(spans, dealt.makespan), spans) for spans in plan.timeline()]
     numbered = [(number, bar, len(spans)) for number, (bar, spans) in enumerate(lines)]

@@ -35,6 +35,14 @@ def test_compare_shows_the_alternatives():
         assert name in costs
 
 
+def test_report_of_a_call_in_segments_is_of_its_launches():
+    result = run("--op", "gdn", "--chip", "910B3", "--heads", "1", "--seq", "65536")
+    cores = result.stdout.split("\n\n")[3].splitlines()
+    assert cores[0].startswith("cores: 20 column blocks whole; ")
+    assert cores[1] == "  a launch over 5 segments; there are three like it"
+    assert cores[3].startswith("  0-19 ") and "note: sequences are cut into 5 segments" in result.stderr
+
+
 def test_json_is_the_plan_and_nothing_else():
     result = run("--op", "gdn", "--chip", "Ascend910B3", "--lengths", "100,200", "--dtype", "bf16", "--json")
     assert Plan.from_json(result.stdout) == plan("gdn", "910B3", heads=16, lengths=[100, 200], dtype="bf16")
@@ -56,6 +64,7 @@ def test_sizes_are_passed_on():
     [
         ("--op", "kda", "--chip", "310P", "--heads", "16"),
         ("--op", "gdn", "--chip", "910B3", "--lengths", "100,2000,33,4096", "--heads", "6"),
+        ("--op", "gdn", "--chip", "910B3", "--lengths", "65536", "--heads", "1"),
     ],
 )
 def test_plot_is_a_picture(arguments: tuple[str, ...], tmp_path: Path):
