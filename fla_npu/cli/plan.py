@@ -21,6 +21,7 @@ DEFAULT_TOKENS = 4096
 @click.option("--v-head-dim", type=int, help="Value head size.  [default: as the key's]")
 @click.option("--dtype", default="fp16", show_default=True, help="fp16, bf16 or fp32.")
 @click.option("--precision", default="exact", show_default=True, help="exact or fast, of the Triton kernels.")
+@click.option("--no-lower-bound", is_flag=True, help="KDA without lower_bound: decays of any strength.")
 @click.option("--chunk", type=int, help="Tokens per chunk.  [default: the best that fits]")
 @click.option("--tile", type=int, help="Columns of the state at once.  [default: the best that fits]")
 @click.option("--compare", is_flag=True, help="Also show what the alternatives cost.")
@@ -37,6 +38,7 @@ def plan_command(
     v_head_dim: int | None,
     dtype: str,
     precision: str,
+    no_lower_bound: bool,
     chunk: int | None,
     tile: int | None,
     compare: bool,
@@ -64,6 +66,7 @@ def plan_command(
             tile=tile,
             dtype=dtype,
             precision=precision,
+            bounded=not no_lower_bound,
         )
         if plot is not None:
             from fla_npu.planner.figure import draw

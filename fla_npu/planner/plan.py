@@ -98,6 +98,8 @@ class Request:
             raise TypeError(f"bounded must be a bool, got {self.bounded!r}")
         if self.op not in RECURRENCES:
             raise ValueError(f"op must be one of {', '.join(RECURRENCES)}, got {self.op!r}")
+        if not self.bounded and RECURRENCES[self.op].decay != "channel":
+            raise ValueError(f"bounded must be True for {self.op}: a bound matters to decays of key channels only")
         chip = find_chip(self.chip)
         for name in ("heads", "K", "V"):
             _at_least(name, getattr(self, name), 1)
@@ -419,10 +421,11 @@ def plan(
         tile: columns of a state held at once: 16, 32, 64 or 128. Likewise.
         dtype: of q, k, v, o and of the operands of products: fp16, bf16 or fp32.
         precision: of the Triton kernels, where they run.
-        bounded: False for KDA whose log decays have no known bound; matters to the Triton kernels only.
+        bounded: False for KDA called without `lower_bound`: its log decays have no known bound. Matters to the Triton
+            kernels only.
 
     Raises:
-        TypeError: a number is not an int, or a name not a str.
+        TypeError: a number is not an int, a name not a str, or `bounded` not a bool.
         ValueError: an argument is not among those named here, or no plan fits into the chip's memories; the message
             says what would.
     """
@@ -780,6 +783,11 @@ def _remarks(
         yield (
             f"chunk and columns are those that {kernel} ships with or was tuned to on this machine: the vendor's "
             "compiler fits them (docs/compiled.md); order, memories and layouts are the model's"
+        )
+    if kernel is not None and not request.bounded:
+        yield (
+            "without a bound, chunks that decay too much for one product are taken 16 tokens at a time: "
+            "predictions are for mild decays"
         )
     reason = kernels.refusal(request.op, chip)
     if reason is not None:

@@ -59,6 +59,14 @@ def test_sizes_are_passed_on():
     assert (made.config.chunk, made.config.width) == (32, 64)
 
 
+def test_decays_without_a_bound_take_the_sizes_of_kernels_for_them():
+    call = "--op", "kda", "--chip", "910B3", "--seq", "16", "--json"
+    made = [Plan.from_json(run(*call, *more).stdout) for more in ((), ("--no-lower-bound",))]
+    assert [one.request.bounded for one in made] == [True, False]
+    assert made[1] == plan("kda", "910B3", heads=16, seq=16, bounded=False)
+    assert made[0].config != made[1].config and any("mild decays" in one for one in made[1].remarks)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -100,6 +108,7 @@ def test_plot_into_no_folder(tmp_path: Path):
         (("--op", "gdn", "--chip", "310P", "--heads", "0"), "heads must be at least 1, got 0"),
         (("--op", "gdn", "--chip", "310Q"), "did you mean 310P"),
         (("--op", "chunk_gdn", "--chip", "310P"), "op must be one of gdn, kda"),
+        (("--op", "gdn", "--no-lower-bound"), "bounded must be True for gdn"),
         (("--op", "gdn", "--chip", "310P", "--lengths", "1,two"), "lengths must be numbers with commas between them"),
         (("--op", "gdn", "--chip", "310P", "--lengths", "1,2", "--seq", "3"), "got both"),
         (("--op", "kda", "--chip", "310P", "--head-dim", "512", "--chunk", "64", "--tile", "128"), "would"),
