@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fla_npu.ops.common.configs import Config, pad
-from fla_npu.ops.common.tune import config_for
+from fla_npu.ops.common.tune import config_for, key_for, shipped
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.schedule import CostModel, Schedule, equal_schedule, schedule
@@ -68,6 +68,7 @@ def configuration(
     sequences: int,
     tokens: int,
     bounded: bool = True,
+    tuned: bool = True,
 ) -> Config:
     """Tile sizes and compiler options of a call: what tuning found on this machine, else what ships.
 
@@ -80,24 +81,19 @@ def configuration(
         heads: value heads.
         sequences, tokens: of the call, tokens in all.
         bounded: False for KDA whose log decays have no known bound.
+        tuned: False for what ships, whatever was tuned here.
 
     Raises:
         ValueError: an argument is not among those named here.
     """
     found = find_chip(chip)
-    chosen = config_for(
-        op,
-        found.name,
-        pad(K),
-        pad(V),
-        dtype,
-        fast,
-        heads=heads,
-        sequences=sequences,
-        length=tokens // max(sequences, 1),
-        cores=found.aicores,
-        bounded=bounded,
-    )
+    sizes: dict[str, Any] = {
+        "heads": heads, "sequences": sequences, "length": tokens // max(sequences, 1), "cores": found.aicores,
+    }  # fmt: skip
+    call = op, found.name, pad(K), pad(V), dtype, fast
+    # Nothing is tuned for decays without a bound.
+    taken = tuned or not bounded
+    chosen = config_for(*call, **sizes, bounded=bounded) if taken else shipped(key_for(*call, **sizes))
     return chosen.fit(pad(V))
 
 

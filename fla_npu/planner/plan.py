@@ -62,6 +62,10 @@ WAYS: tuple[tuple[str, Name, Variant], ...] = (
 
 Precision = Literal["exact", "fast"]
 
+Chosen = Literal["planned", "shipped", "tuned"]
+"""`planned` by the planner, where no kernel runs; `shipped` with the kernel; or otherwise `tuned` on the machine that
+made the plan."""
+
 MOST_SEQUENCES = 10_000
 """Sequences of a call that can be planned: with these a plan takes about a second and a half."""
 
@@ -240,11 +244,14 @@ class KernelPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. Small, hashable, and the same bytes of JSON whenever and wherever it is made."""
+    """A plan. Small, hashable, and the same bytes of JSON whenever and wherever it is made, unless it is `tuned`: what
+    tuning found on a machine is taken there only. With `FLA_NPU_TUNE=0` no plan is."""
 
     request: Request
     config: Config
     """Tokens of a chunk (`chunk`), columns of the state at once (`width`), tiles of residual heads (`tile`)."""
+    chosen: Chosen
+    """Who chose the configuration, but for sizes that were asked for."""
     kernel: str | None
     """The Triton kernel that runs it, if one does."""
     memories: tuple[Memory, ...]
@@ -341,6 +348,8 @@ class Plan:
         chip = find_chip(request.chip)
         yield "request.chip", request.chip, chip.name
         yield "kernel", self.kernel, _kernel(request, chip)
+        known = "planned" if self.kernel is None else "tuned" if self.chosen == "tuned" else "shipped"
+        yield "chosen", self.chosen, known
         yield from _fields("config", config, config.fit(pad(request.V)))
         yield from _fields("dealt", self.dealt, _dealt(request, config, self.kernel))
         sizes = [(space, capacities(chip).get(space)) for space in SPACES]
@@ -435,12 +444,16 @@ def plan(
     request = Request(op, found.name, heads, _lengths(lengths, seq, batch), K, V, dtype, precision, bounded)  # type: ignore[arg-type]
     kernel = _kernel(request, found)
     config, ordered = _tiled(request, found, kernel, chunk, tile)
+    chosen: Chosen = "planned"
+    if kernel is not None:
+        chosen = "shipped" if config == _kernel_config(request, kernel, chunk, tile, tuned=False) else "tuned"
     layouts = plan_layouts(ordered.graph, found, _chunks(request, config.chunk))
     alive = dict(occupancy(ordered.graph, ordered.order, ordered.buffers)) | {"UB": _ub_bytes(ordered, layouts)}
     dealt = _dealt(request, config, kernel)
     return Plan(
         request=request,
         config=config,
+        chosen=chosen,
         kernel=kernel,
         memories=tuple(Memory(space, capacities(found).get(space), max(alive[space])) for space in SPACES),
         buffers=ordered.buffers,
@@ -454,7 +467,7 @@ def plan(
         sites=tuple(Site(one.tensor, one.target, one.operator, one.path) for one in layouts.transforms),
         dealt=dealt,
         predictions=tuple(_predictions(request, found, config, dealt.segments)),
-        remarks=tuple(_remarks(request, found, kernel, ordered, dealt, chunk, tile)),
+        remarks=tuple(_remarks(request, found, kernel, ordered, dealt, None if chunk or tile else chosen)),
     )
 
 
@@ -559,24 +572,30 @@ def _fit(request: Request, chip: Chip, chunk: int, width: int) -> Ordered:
         kept += -(-over // chip.vector_per_core)
 
 
+def _kernel_config(request: Request, kernel: str, chunk: int | None, tile: int | None, tuned: bool = True) -> Config:
+    """That of the launchers, with the sizes that were asked for."""
+    found = kernels.configuration(
+        kernel,
+        request.chip,
+        K=request.K,
+        V=request.V,
+        dtype=request.dtype,
+        fast=request.precision == "fast",
+        heads=request.heads,
+        sequences=len(request.lengths),
+        tokens=sum(request.lengths),
+        bounded=request.bounded,
+        tuned=tuned,
+    )
+    return found.with_sizes(chunk, tile).fit(pad(request.V))
+
+
 def _tiled(
     request: Request, chip: Chip, kernel: str | None, chunk: int | None, tile: int | None
 ) -> tuple[Config, Ordered]:
     """Sizes and the order of a chunk of these sizes."""
     if kernel is not None:
-        shipped = kernels.configuration(
-            kernel,
-            chip.name,
-            K=request.K,
-            V=request.V,
-            dtype=request.dtype,
-            fast=request.precision == "fast",
-            heads=request.heads,
-            sequences=len(request.lengths),
-            tokens=sum(request.lengths),
-            bounded=request.bounded,
-        )
-        config = shipped.with_sizes(chunk, tile).fit(pad(request.V))
+        config = _kernel_config(request, kernel, chunk, tile)
         return config, _fitted(request, chip, config, chunk, tile)
     widest = tile_size(pad(request.V))
     tried = [
@@ -776,13 +795,13 @@ def _remarks(
     kernel: str | None,
     ordered: Ordered,
     dealt: Dealt,
-    chunk: int | None,
-    tile: int | None,
+    chosen: Chosen | None,
 ) -> Iterator[str]:
-    if kernel is not None and chunk is None and tile is None:
+    if kernel is not None and chosen is not None:
+        ways = f"{kernel} ships with" if chosen == "shipped" else f"were tuned for {kernel} on this machine"
         yield (
-            f"chunk and columns are those that {kernel} ships with or was tuned to on this machine: the vendor's "
-            "compiler fits them (docs/compiled.md); order, memories and layouts are the model's"
+            f"chunk and columns are those that {ways}: the vendor's compiler fits them (docs/compiled.md); "
+            "order, memories and layouts are the model's"
         )
     if kernel is not None and not request.bounded:
         yield (

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fla_npu.ops.common import tune
 from fla_npu.planner.chips import CHIPS, chip
 from fla_npu.planner.cost import cost
 from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, placed, rewritten, semantic
@@ -193,6 +194,30 @@ def test_other_processes_make_the_same_bytes():
     assert found.stdout.splitlines() == [one.to_json() for one in here]
 
 
+def test_a_plan_says_whether_its_configuration_was_tuned_here(tmp_path, monkeypatch):
+    """Elsewhere, and with FLA_NPU_TUNE=0, it is another."""
+    call = {"heads": 32, "seq": 8192}
+    shipped = plan("gdn", "910B3", **call)
+    assert shipped.chosen == "shipped" and plan("gdn", "310P", **call).chosen == "planned"
+    monkeypatch.setenv("FLA_NPU_CACHE", str(tmp_path))
+    found = replace(shipped.config, chunk=32)
+    key = tune.key_for(
+        "chunk_gdn", "910B3", 128, 128, "fp16", False, heads=32, sequences=1, length=8192, cores=20
+    )  # fmt: skip
+    try:
+        tune.store(key, tune.Result(found, 1.0, (), 0))
+        made = plan("gdn", "910B3", **call)
+        assert made.config == found and made.chosen == "tuned"
+        assert "were tuned for chunk_gdn on this machine" in made.remarks[0]
+        assert Plan.from_json(made.to_json()) == made
+        # Sizes that were asked for hide what was tuned.
+        assert plan("gdn", "910B3", chunk=64, **call).chosen == "shipped"
+        monkeypatch.setenv("FLA_NPU_TUNE", "0")
+        assert plan("gdn", "910B3", **call) == shipped
+    finally:
+        tune._chosen.cache_clear()
+
+
 @pytest.mark.parametrize("op", KERNELS.values())
 @pytest.mark.parametrize("name", ["310P", "910B3"])
 def test_the_largest_calls_take_less_than_two_seconds(op, name):
@@ -324,6 +349,7 @@ def changed(*path: Any) -> Callable[[Any], Any]:
         (changed("config", "chunk", 48), "plan.config: chunk must be 16, 32 or 64, got 48"),
         (changed("config", "width", True), "plan.config.width must be int, got True"),
         (changed("kernel", "chunk_gdn"), "plan.kernel must be None"),
+        (changed("chosen", "tuned"), "plan.chosen must be planned"),
         (changed("memories", 0, "peak", 2**20), "plan.memories.0.: peak must be at most the 262144 bytes of UB"),
         (changed("memories", 0, "peak", 1), r"plan.memories\[0\].peak must be \d+ with"),
         (changed("memories", []), r"plan.memories must be \[\('UB', 262144\)"),
