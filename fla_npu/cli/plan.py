@@ -26,7 +26,7 @@ DEFAULT_TOKENS = 4096
 @click.option("--tile", type=int, help="Columns of the state at once.  [default: the best that fits]")
 @click.option("--compare", is_flag=True, help="Also show what the alternatives cost.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the plan into this PNG file.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the plan into this file, a .png.")
 def plan_command(
     op: str,
     chip: str,
@@ -49,10 +49,13 @@ def plan_command(
 
     The report goes to standard output, remarks to standard error.
     """
+    from fla_npu.planner.figure import checked, draw
     from fla_npu.planner.plan import plan
     from fla_npu.planner.report import text
 
     try:
+        if plot is not None:
+            checked(plot)
         made = plan(
             op,
             chip,
@@ -69,15 +72,11 @@ def plan_command(
             bounded=not no_lower_bound,
         )
         if plot is not None:
-            from fla_npu.planner.figure import draw
-
             draw(made, plot)
     except MissingExtraError as error:
         raise CommandError(str(error), "without --plot the command needs no extra") from error
     except OSError as error:
-        raise CommandError(
-            f"{plot} cannot be written: {error.strerror}", "name a file in a folder that exists"
-        ) from error
+        raise CommandError(f"{plot} cannot be written: {error.strerror}", "name another file") from error
     except (ValueError, TypeError) as error:
         raise CommandError(str(error), "see fla-npu plan --help") from error
     click.echo(made.to_json() if as_json else text(made, compare=compare))

@@ -25,9 +25,25 @@ def draw(plan: Plan, path: Path) -> None:
 
     Raises:
         MissingExtraError: matplotlib is not installed.
+        ValueError: see `checked`.
         OSError: the file cannot be written.
     """
-    figure(plan).savefig(path, format="png")
+    figure(plan).savefig(checked(path), format="png")
+
+
+def checked(path: Path) -> Path:
+    """The path, if a picture can have it.
+
+    Raises:
+        ValueError: it does not end in .png, is a folder, or is in none.
+    """
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"plot must be a path that ends in .png, got {str(path)!r}")
+    if path.is_dir():
+        raise ValueError(f"plot must be a file, got the folder {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"plot must be in a folder that exists, got {str(path)!r}")
+    return path
 
 
 def figure(plan: Plan) -> "Figure":

@@ -97,9 +97,31 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: py
     assert "pip install 'fla-npu[plot]'" in result.stderr and "Hint: " in result.stderr
 
 
-def test_plot_into_no_folder(tmp_path: Path):
-    result = run("--op", "gdn", "--chip", "310P", "--plot", str(tmp_path / "no" / "plan.png"))
-    assert result.exit_code == 1 and "cannot be written" in result.stderr and "Hint: " in result.stderr
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plan.jpg", "plot must be a path that ends in .png, got "),
+        ("plan", "plot must be a path that ends in .png, got "),
+        ("folder.png", "plot must be a file, got the folder "),
+        ("no/plan.png", "plot must be in a folder that exists, got "),
+    ],
+)
+def test_plot_into_what_is_no_place_for_it(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("fla_npu.planner.plan.plan", None)  # Nothing is planned first.
+    result = run("--op", "gdn", "--chip", "310P", "--plot", str(tmp_path / name))
+    assert result.exit_code == 1 and result.stdout == ""
+    assert message in result.stderr and name in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png"]
+
+
+def test_plot_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("fla_npu.planner.figure.draw", refuse)
+    result = run("--op", "gdn", "--chip", "310P", "--plot", str(tmp_path / "plan.png"))
+    assert result.exit_code == 1 and "plan.png cannot be written: Permission denied" in result.stderr
 
 
 @pytest.mark.parametrize(
