@@ -108,6 +108,7 @@ def test_known_lengths(
     assert plan.makespan <= plan.bound + max(costs, default=0)
     assert plan.makespan <= max(longest_first(costs, cores), plan.bound * 65 / 64)
     assert schedule(lengths, heads, cores, value_dim=value_dim, tiles=tiles, cost=cost) == plan
+    assert planner.makespan(lengths, heads, cores, value_dim=value_dim, tiles=tiles, cost=cost) == plan.makespan
 
     if plan.tail is not None:
         assert plan.makespan > TAIL_FACTOR * plan.bound
