@@ -38,7 +38,7 @@ from fla_npu.planner.layout import Layout, LayoutPlan, occupied, plan_layouts
 from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
 from fla_npu.planner.schedule import TILES as COLUMN_TILES
-from fla_npu.planner.schedule import CostModel, Item, Schedule
+from fla_npu.planner.schedule import CostModel, Item, Schedule, makespan
 
 SCHEMA = "fla_npu.plan/1"
 """Of the JSON form; its number grows when a plan of before cannot be read any more."""
@@ -66,8 +66,8 @@ Chosen = Literal["planned", "shipped", "tuned"]
 """`planned` by the planner, where no kernel runs; `shipped` with the kernel; or otherwise `tuned` on the machine that
 made the plan."""
 
-MOST_SEQUENCES = 10_000
-"""Sequences of a call that can be planned: with these a plan takes about a second and a half."""
+MOST_SEQUENCES = 4096
+"""Sequences of a call that can be planned: so many unequal ones still take less than two seconds."""
 
 MOST_TOKENS = 2**31 - 1
 """Tokens of a sequence: the kernels hold its length in 32 bits."""
@@ -613,11 +613,15 @@ def _tiled(
             ordered = _fit(request, chip, config.chunk, config.width)
         except ValueError:
             continue
-        (spilling if ordered.spilled else whole).append((_with_tiles(request, config), ordered))
-    found = whole or spilling[:1]
+        (spilling if ordered.spilled else whole).append((config, ordered))
+    found = [
+        (replace(config, tile=part), ordered)
+        for config, ordered in whole or spilling[:1]
+        for part in (0, *(one for one in TILES if one < config.width))
+    ]
     if not found:
         return tried[0], _fitted(request, chip, tried[0], chunk, tile)
-    return min(found, key=lambda one: _deal(request, one[0], None).schedule.makespan)
+    return min(found, key=lambda one: _makespan(request, one[0]))
 
 
 def _fitted(request: Request, chip: Chip, config: Config, chunk: int | None, tile: int | None) -> Ordered:
@@ -661,11 +665,17 @@ def _largest_key(request: Request, chip: Chip) -> int:
     return 16 * low
 
 
-def _with_tiles(request: Request, config: Config) -> Config:
-    """The configuration with the tiles of residual heads that end first, where tiles do."""
-    options = [0, *(tile for tile in TILES if tile < config.width)]
-    made = [Config(chunk=config.chunk, width=config.width, tile=tile) for tile in options]
-    return min(made, key=lambda one: _deal(request, one, None).schedule.makespan)
+def _makespan(request: Request, config: Config) -> int:
+    """Where no kernel runs."""
+    return makespan(
+        request.lengths,
+        request.heads,
+        find_chip(request.chip).aicores,
+        value_dim=pad(request.V),
+        tiles=config.tiles,
+        chunk=config.chunk,
+        cost=_item_cost(request, config, None),
+    )
 
 
 def _item_cost(request: Request, config: Config, kernel: str | None) -> CostModel:
