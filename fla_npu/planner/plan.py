@@ -9,12 +9,10 @@ the op, tile sizes and the schedule are those of its launchers, which ask the sa
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from math import inf
+from dataclasses import asdict, dataclass, fields, replace
 from operator import index
 from reprlib import repr as brief
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args
 
 from fla_npu.ops.common.configs import Config, pad, tile_size
 from fla_npu.planner import kernels
@@ -34,9 +32,10 @@ from fla_npu.planner.dataflow import (
     semantic,
 )
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
-from fla_npu.planner.layout import Layout, LayoutPlan, occupied, plan_layouts
+from fla_npu.planner.layout import Layout, LayoutPlan, Transform, occupied, plan_layouts
 from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
+from fla_npu.planner.record import decoded
 from fla_npu.planner.schedule import TILES as COLUMN_TILES
 from fla_npu.planner.schedule import CostModel, Item, Schedule, makespan
 
@@ -161,19 +160,6 @@ class PlacedTensor:
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a tensor changes its layout in every chunk."""
-
-    tensor: str
-    layout: Layout
-    """That it has afterwards."""
-    before: str
-    """The operator that needs it."""
-    path: str
-    """`UB` where the vector unit does it in a pass of its own, else the way on which it happens."""
-
-
-@dataclass(frozen=True)
 class Dealt:
     """Heads to cores in a launch, in the unit of the schedule's cost model."""
 
@@ -263,7 +249,8 @@ class Plan:
     tensors: tuple[PlacedTensor, ...]
     state: Layout
     """Of the state between chunks."""
-    sites: tuple[Site, ...]
+    sites: tuple[Transform, ...]
+    """Where tensors change their layouts in every chunk."""
     dealt: Dealt
     predictions: tuple[Prediction, ...]
     """Of the alternatives, of ours without its parts, and, the last, of this plan."""
@@ -307,10 +294,9 @@ class Plan:
             ValueError: no chunk kernel runs the op on the chip.
         """
         if self.kernel is None:
-            refusal = kernels.refusal(self.request.op, find_chip(self.request.chip))
             raise ValueError(
                 f"a kernel configuration needs a chip and a call that the chunk kernels take, got {self.request.op} on "
-                f"{self.request.chip}: {refusal or _kernel_refusal(self.request)}"
+                f"{self.request.chip}: {_refusal(self.request, find_chip(self.request.chip))}"
             )
         schedule, segments = self.deal()
         return KernelPlan(self.config, schedule, segments)
@@ -334,8 +320,7 @@ class Plan:
             found = record.get("schema") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"schema of a plan must be {SCHEMA}, got {brief(found)}")
         del record["schema"]
-        made = _decoded(record, Plan, "plan")
-        assert isinstance(made, Plan)
+        made = decoded(record, Plan, "plan")
         for name, found, wanted in made._derived():
             if found != wanted:
                 raise ValueError(f"plan.{name} must be {wanted} with all before it in the plan, got {found}")
@@ -366,39 +351,6 @@ class Plan:
 def _fields(at: str, found: Any, wanted: Any) -> Iterator[tuple[str, object, object]]:
     for name in (field.name for field in fields(wanted)):
         yield f"{at}.{name}", getattr(found, name), getattr(wanted, name)
-
-
-def _decoded(value: Any, kind: Any, at: str) -> Any:
-    """A value of plain JSON as what a type annotation says."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        names = [field.name for field in fields(kind)]
-        if not isinstance(value, dict) or set(value) != set(names):
-            found = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f"{at} must have {', '.join(names)}, got {brief(found)}")
-        hints = get_type_hints(kind)
-        values = {name: _decoded(value[name], hints[name], f"{at}.{name}") for name in names}
-        try:
-            return kind(**values)
-        except ValueError as error:
-            raise ValueError(f"{at}: {error}") from error
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is tuple and isinstance(value, list):
-        kinds = arguments if arguments[-1] is not Ellipsis else arguments[:1] * len(value)
-        if len(kinds) == len(value):
-            pairs = enumerate(zip(value, kinds, strict=True))
-            return tuple(_decoded(one, inner, f"{at}[{i}]") for i, (one, inner) in pairs)
-    if origin is UnionType:
-        if value is None and NoneType in arguments:
-            return None
-        return _decoded(value, next(one for one in arguments if one is not NoneType), at)
-    if origin is Literal and value in arguments:
-        return value
-    if kind in (int, float) and type(value) is kind and not 0 <= value < inf:
-        raise ValueError(f"{at} must be finite and not negative, got {brief(value)}")
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    # `repr` would follow lists in lists without end.
-    raise ValueError(f"{at} must be {getattr(kind, '__name__', kind)}, got {brief(value)}")
 
 
 def plan(
@@ -464,10 +416,10 @@ def plan(
             for name, one in ordered.graph.tensors.items()
         ),
         state=layouts.state,
-        sites=tuple(Site(one.tensor, one.target, one.operator, one.path) for one in layouts.transforms),
+        sites=layouts.transforms,
         dealt=dealt,
         predictions=tuple(_predictions(request, found, config, dealt.segments)),
-        remarks=tuple(_remarks(request, found, kernel, ordered, dealt, None if chunk or tile else chosen)),
+        remarks=tuple(_remarks(request, found, kernel, ordered, None if chunk or tile else chosen)),
     )
 
 
@@ -519,18 +471,16 @@ def _at_most(name: str, value: int, most: int, what: str) -> None:
         raise ValueError(f"{name} must be at most {most:,} {what}, got {value:,}")
 
 
+def _refusal(request: Request, chip: Chip) -> str | None:
+    """Why no chunk kernel runs a request on a chip, or None."""
+    widest = kernels.WIDEST_HEAD
+    too_wide = f"its head dimensions go up to {widest}, not K={request.K}, V={request.V}"
+    return kernels.refusal(request.op, chip) or (too_wide if max(request.K, request.V) > widest else None)
+
+
 def _kernel(request: Request, chip: Chip) -> str | None:
     """The chunk kernel that runs a request on a chip."""
-    if kernels.refusal(request.op, chip) or _kernel_refusal(request):
-        return None
-    return next(name for name, op in KERNELS.items() if op == request.op)
-
-
-def _kernel_refusal(request: Request) -> str | None:
-    widest = kernels.WIDEST_HEAD
-    if max(request.K, request.V) > widest:
-        return f"they take head dimensions up to {widest}, not K={request.K}, V={request.V}"
-    return None
+    return None if _refusal(request, chip) else next(name for name, op in KERNELS.items() if op == request.op)
 
 
 def _shape(request: Request, chunk: int, width: int) -> ChunkShape:
@@ -804,7 +754,6 @@ def _remarks(
     chip: Chip,
     kernel: str | None,
     ordered: Ordered,
-    dealt: Dealt,
     chosen: Chosen | None,
 ) -> Iterator[str]:
     if kernel is not None and chosen is not None:
@@ -818,17 +767,10 @@ def _remarks(
             "without a bound, chunks that decay too much for one product are taken 16 tokens at a time: "
             "predictions are for mild decays"
         )
-    reason = kernels.refusal(request.op, chip)
+    reason = _refusal(request, chip)
     if reason is not None:
         yield f"no Triton kernel runs this: {reason}"
     if ordered.spilled:
         yield f"{', '.join(ordered.spilled)} wait in global memory: no order keeps everything on the core"
     if ordered.buffers == 1:
         yield "inputs and outputs have one place each: loads and stores of neighbouring chunks do not overlap"
-    if dealt.segments:
-        yield f"sequences are cut into {sum(map(len, dealt.segments))} segments that run side by side in three launches"
-    elif dealt.tail:
-        yield (
-            f"{dealt.tail} heads would end earlier chunk by chunk on all cores: that is not done, "
-            "nor is it in the predictions"
-        )

@@ -73,7 +73,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
     yield f"transforms in every chunk: {len(plan.sites) or 'none'}"
     for site in plan.sites:
         way = "a pass of the vector unit" if site.path == "UB" else f"on the way {site.path}"
-        yield f"  {site.tensor} to {site.layout}, {way}, for {site.before}"
+        yield f"  {site.tensor} to {site.target}, {way}, for {site.operator}"
 
 
 def _wrapped(head: str, names: Sequence[str]) -> list[str]:
@@ -89,6 +89,8 @@ def _cores(plan: Plan) -> Iterator[str]:
     yield f"cores: {shares}; the busiest has {dealt.makespan / dealt.bound:.2f} times its even share"
     if dealt.segments is not None:
         yield f"  a launch over {sum(map(len, dealt.segments))} segments; there are three like it"
+    if dealt.tail:
+        yield f"  {dealt.tail} heads would end earlier chunk by chunk on all cores: not done, not in the predictions"
     yield f"  {'core':<8}# whole head, = tile, . idle"
     lines = [(_bar(spans, dealt.makespan), spans) for spans in plan.timeline()]
     numbered = [(number, bar, len(spans)) for number, (bar, spans) in enumerate(lines)]
