@@ -8,11 +8,10 @@ the op, tile sizes and the schedule are those of its launchers, which ask the sa
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from operator import index
 from reprlib import repr as brief
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from fla_npu.ops.common.configs import Config, pad, tile_size
 from fla_npu.planner import kernels
@@ -20,8 +19,6 @@ from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
 from fla_npu.planner.cost import ItemCost, Variant, cost, machine_of, schedule_cost
 from fla_npu.planner.dataflow import (
-    ITEMSIZE,
-    RECURRENCES,
     ChunkShape,
     Expr,
     Graph,
@@ -36,6 +33,7 @@ from fla_npu.planner.layout import Layout, LayoutPlan, Transform, occupied, plan
 from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
 from fla_npu.planner.record import decoded
+from fla_npu.planner.request import Request, integer, one_of, token_counts
 from fla_npu.planner.schedule import TILES as COLUMN_TILES
 from fla_npu.planner.schedule import CostModel, Item, Schedule, makespan
 
@@ -59,65 +57,9 @@ WAYS: tuple[tuple[str, Name, Variant], ...] = (
 )
 """Ways of running an op whose costs a plan has: a name, the mapping, and of the head mapping the variant."""
 
-Precision = Literal["exact", "fast"]
-
 Chosen = Literal["planned", "shipped", "tuned"]
 """`planned` by the planner, where no kernel runs; `shipped` with the kernel; or otherwise `tuned` on the machine that
 made the plan."""
-
-MOST_SEQUENCES = 4096
-"""Sequences of a call that can be planned: so many unequal ones still take less than two seconds."""
-
-MOST_TOKENS = 2**31 - 1
-"""Tokens of a sequence: the kernels hold its length in 32 bits."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, with every default filled in.
-
-    Raises:
-        TypeError: a name is not a str, or `bounded` not a bool.
-        ValueError: an argument is not among those that `plan` names.
-    """
-
-    op: str
-    chip: str
-    """Its name in `planner.chips`."""
-    heads: int
-    lengths: tuple[int, ...]
-    """Tokens of each sequence."""
-    K: int
-    V: int
-    dtype: str
-    precision: Precision
-    bounded: bool
-
-    def __post_init__(self) -> None:
-        for name in ("op", "dtype", "precision"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} must be a str, got {type(getattr(self, name)).__name__}")
-        if type(self.bounded) is not bool:
-            raise TypeError(f"bounded must be a bool, got {self.bounded!r}")
-        if self.op not in RECURRENCES:
-            raise ValueError(f"op must be one of {', '.join(RECURRENCES)}, got {self.op!r}")
-        if not self.bounded and RECURRENCES[self.op].decay != "channel":
-            raise ValueError(f"bounded must be True for {self.op}: a bound matters to decays of key channels only")
-        chip = find_chip(self.chip)
-        for name in ("heads", "K", "V"):
-            _at_least(name, getattr(self, name), 1)
-        _at_most("lengths", len(self.lengths), MOST_SEQUENCES, "sequences")
-        for length in self.lengths:
-            _at_least("lengths", length, 0)
-            _at_most("lengths", length, MOST_TOKENS, "tokens each")
-        if not any(self.lengths):
-            raise ValueError(f"lengths must have at least one token, got {list(self.lengths)}")
-        dtypes = [one for one in chip.matrix_dtypes if one in ITEMSIZE]
-        if self.dtype not in dtypes:
-            known = " or ".join(dtypes)
-            raise ValueError(f"dtype must be one that {chip.name} multiplies, {known}, got {self.dtype!r}")
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision must be exact or fast, got {self.precision!r}")
 
 
 @dataclass(frozen=True)
@@ -391,9 +333,9 @@ def plan(
             says what would.
     """
     found = find_chip(chip)
-    chunk, tile = _size("chunk", chunk, CHUNKS), _size("tile", tile, TILES)
-    heads, K, V = _int("heads", heads), _int("K", K), _int("V", V)
-    request = Request(op, found.name, heads, _lengths(lengths, seq, batch), K, V, dtype, precision, bounded)  # type: ignore[arg-type]
+    chunk, tile = one_of("chunk", chunk, CHUNKS), one_of("tile", tile, TILES)
+    heads, K, V = integer("heads", heads), integer("K", K), integer("V", V)
+    request = Request(op, found.name, heads, token_counts(lengths, seq, batch), K, V, dtype, precision, bounded)  # type: ignore[arg-type]
     kernel = _kernel(request, found)
     config, ordered = _tiled(request, found, kernel, chunk, tile)
     chosen: Chosen = "planned"
@@ -421,54 +363,6 @@ def plan(
         predictions=tuple(_predictions(request, found, config, dealt.segments)),
         remarks=tuple(_remarks(request, found, kernel, ordered, None if chunk or tile else chosen)),
     )
-
-
-def _lengths(lengths: Sequence[int] | None, seq: int | None, batch: int) -> tuple[int, ...]:
-    if (lengths is None) == (seq is None):
-        given = "neither" if seq is None else "both"
-        raise ValueError(f"lengths or seq must say how many tokens there are, got {given}")
-    batch = _int("batch", batch)
-    if seq is not None:
-        seq = _int("seq", seq)
-        _at_least("seq", seq, 1)
-        _at_least("batch", batch, 1)
-        _at_most("batch", batch, MOST_SEQUENCES, "sequences")
-        return (seq,) * batch
-    if batch != 1:
-        raise ValueError(f"batch must be 1 where lengths name the sequences, got {batch}")
-    if not isinstance(lengths, Iterable):
-        raise TypeError(f"lengths must be a sequence of ints, got {type(lengths).__name__}")
-    return tuple(_int("lengths", length) for length in lengths)
-
-
-def _int(name: str, value: int) -> int:
-    """A number as an int; of any integer type but bool."""
-    try:
-        if not isinstance(value, bool):
-            return index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-
-
-def _size(name: str, value: int | None, known: tuple[int, ...]) -> int | None:
-    """A size of a chunk that was asked for."""
-    if value is None:
-        return None
-    size = _int(name, value)
-    if size not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {size}")
-    return size
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _at_most(name: str, value: int, most: int, what: str) -> None:
-    if value > most:
-        raise ValueError(f"{name} must be at most {most:,} {what}, got {value:,}")
 
 
 def _refusal(request: Request, chip: Chip) -> str | None:

@@ -20,8 +20,9 @@ from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, placed, rewritten, s
 from fla_npu.planner.layout import occupied, plan_layouts
 from fla_npu.planner.mappings import NAMES
 from fla_npu.planner.order import fit, occupancy
-from fla_npu.planner.plan import MOST_SEQUENCES, MOST_TOKENS, Plan, plan, written
+from fla_npu.planner.plan import Plan, plan, written
 from fla_npu.planner.report import text
+from fla_npu.planner.request import MOST_SEQUENCES, MOST_TOKENS
 
 CASES = {
     "gdn": ("gdn", "310P", {"heads": 16, "seq": 4096}),
