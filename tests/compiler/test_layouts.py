@@ -21,12 +21,15 @@ def crossings(decay: str, operand: str) -> Counter:
     )
 
 
-@pytest.mark.parametrize(("op", "precision", "operand"), [("chunk_gdn", "fast", "bf16"), ("chunk_kda", "exact", "f32")])
-def test_the_tiles_that_cross_are_those_of_the_table(op, precision, operand):
+@pytest.mark.parametrize(
+    ("op", "decay", "precision", "operand"),
+    [("chunk_gdn", "scalar", "fast", "bf16"), ("chunk_kda", "channel", "exact", "f32")],
+)
+def test_the_tiles_that_cross_are_those_of_the_table(op, decay, precision, operand):
     pytest.importorskip("triton.backends.ascend")
     pytest.importorskip("ascendnpuir")
     from fla_npu.compiler.api import compile_build
-    from fla_npu.ops.common.builds import CHUNKED, build_for
+    from fla_npu.ops.common.builds import build_for
 
     compiled = compile_build(build_for(op, "910B3", precision=precision)[0], "910B3")
     found = Counter()
@@ -35,7 +38,7 @@ def test_the_tiles_that_cross_are_those_of_the_table(op, precision, operand):
         if source != target:
             assert not any(transfer.again for transfer in hand_off.transfers), str(hand_off)
             found.update((source, transfer.tile) for transfer in hand_off.transfers)
-    assert found == crossings(CHUNKED[op], operand)
+    assert found == crossings(decay, operand)
 
 
 @pytest.mark.parametrize("decay", TILES)
