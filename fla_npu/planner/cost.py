@@ -19,9 +19,9 @@ Traffic, arithmetic and memory are counted; no constant is in them. Time is mode
 `Machine` holds all figures that are not in the chip's table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -40,10 +40,21 @@ from fla_npu.planner.dataflow import (
     semantic,
     verify,
 )
-from fla_npu.planner.layout import naive_layouts, plan_layouts
+from fla_npu.planner.layout import LayoutPlan, naive_layouts, occupied, plan_layouts
 from fla_npu.planner.mappings import WARMUP, Extra, Partition, Stage, partition, segment_chunks
-from fla_npu.planner.order import best, capacities, operand_traffic, peaks, rereading, semantic_order
-from fla_npu.planner.schedule import TILES, schedule
+from fla_npu.planner.order import (
+    Order,
+    Ordered,
+    best,
+    capacities,
+    fit,
+    l0,
+    operand_loads,
+    peaks,
+    rereading,
+    semantic_order,
+)
+from fla_npu.planner.schedule import TILES, CostModel, Schedule, schedule
 from fla_npu.planner.schedule import Cost as ScheduleCost
 
 Variant = Literal["mapped", "ordered", "planned"]
@@ -66,13 +77,16 @@ class Machine:
     """Whether a core takes chunks in a loop that loads the next one early, as a persistent kernel does."""
 
 
-MACHINE = Machine(operator=0.667e-6, item=23.5e-6, launch=35.8e-6)
+MACHINE = Machine(operator=0.669e-6, item=23.5e-6, launch=35.7e-6)
 """Of the paper's kernels on the 310P. `operator` and `item` are fitted on the four GDN latencies of Figure 18;
 `launch`, which matters for separate operators alone, on one point of Figure 13. See `published.calibrate`."""
 
 TRITON = replace(MACHINE, item=0.0, loops=True)
 """Of persistent Triton kernels, hence of every chip that has them: their cores loop over chunks. Nothing is fitted; the
 published times of six such kernels on a 910B2 are in `published.rows`."""
+
+_STEADY = 1 << 20
+"""Chunks that are enough for a few others at the ends of a sequence not to matter."""
 
 SCHEDULE_FIXED: Mapping[str, int] = MappingProxyType({"none": 209, "scalar": 209, "channel": 577})
 """Columns that cost as much as what a chunk takes whatever its columns, by kind of decay. From compiled programs:
@@ -147,7 +161,8 @@ def cost(
             (`kernels.deal`): three launches over all tokens then, and products of states between them.
 
     Raises:
-        ValueError: an argument is not among those named here, or there is nothing to compute.
+        ValueError: an argument is not among those named here, there is nothing to compute, or no tile fits into the
+            memories of a core.
     """
     shape = shape or ChunkShape()
     if variant not in VARIANTS:
@@ -157,6 +172,13 @@ def cost(
     if not lengths or any(type(one) is not int or one < 1 for one in lengths):
         raise ValueError(f"lengths must be positive ints, at least one, got {lengths!r}")
     machine = machine or machine_of(chip)
+    if mapping == "head":
+        longest = -(-max(lengths) // shape.C)
+        fitting = [tile for tile in tiles if _possible(op, replace(shape, V=min(tile, shape.V)), chip, longest)]
+        if not fitting:
+            # Says why.
+            fitted(op, replace(shape, V=min(*tiles, shape.V)), chip, longest)
+        tiles = fitting
     call = _Call(op, partition(mapping, op, shape), chip, heads, tuple(lengths), variant, machine, tuple(tiles))
     if segments is None:
         return call.cost()
@@ -187,15 +209,31 @@ class _Call:
         stages = {one.name: self._seconds(one) for one in self.partition.stages}
         longest = max(self._chunks)
         launches = sum(one.submissions * (longest if one.looped else 1) for one in self._visited())
+        work = [
+            (done.chunks, self._program(stage, columns))
+            for stage in self.partition.stages
+            if stage.grain != "tensor"
+            for columns, done in self._dealt[stage.name].work.items()
+        ]
+        paths: dict[str, int] = {}
+        for chunks, program in work:
+            for way, size in program.paths.items():
+                paths[way] = paths.get(way, 0) + size * chunks
         graph = self.partition.graph
-        visits = [(self._visits(stage), operator) for stage in self.partition.stages for operator in stage.operators]
+        alone = [
+            (self._visits(stage), one)
+            for stage in self.partition.stages
+            if stage.grain == "tensor"
+            for one in stage.operators
+        ]
         return self._found(
             read,
             written,
-            self._paths(),
-            macs=sum(count * graph.macs(operator) for count, operator in visits),
-            element_ops=sum(count * graph.element_ops(operator) for count, operator in visits),
-            peak=self._peak(),
+            paths,
+            macs=sum(chunks * one.macs for chunks, one in work) + sum(n * graph.macs(one) for n, one in alone),
+            element_ops=sum(chunks * one.element_ops for chunks, one in work)
+            + sum(n * graph.element_ops(one) for n, one in alone),
+            peak=self._peak() + self.chip.aicores * max((one.workspace for _, one in work), default=0),
             launches=launches,
             stages=stages,
         )
@@ -230,7 +268,8 @@ class _Call:
         stages = {name: one.stages["head"] for name, one in passes.items()} | {"products": products}
         launches = sum(one.launches for one in passes.values()) + 2 * len(lengths)
         # Outputs of two launches are there at once.
-        peak = self._peak() + passes["transitions"].gm_written["o"] + 3 * states + maps
+        workspace = passes["head"].peak_bytes - values._peak()
+        peak = self._peak() + workspace + passes["transitions"].gm_written["o"] + 3 * states + maps
         return self._found(
             read,
             written,
@@ -281,15 +320,13 @@ class _Call:
         return [-(-length // self.shape.C) for length in self.lengths]
 
     @cached_property
-    def _segments(self) -> list[int]:
-        """Chunks of the segments of all sequences."""
-        chunks = self._chunks
-        most = segment_chunks(sum(chunks), self.heads, self.chip.aicores)
-        return [min(most, count - start) for count in chunks for start in range(0, count, most)]
+    def _segment(self) -> int:
+        """Chunks of a segment."""
+        return segment_chunks(sum(self._chunks), self.heads, self.chip.aicores)
 
     def _ahead(self) -> int:
         """Segments whose state is computed ahead, of one head."""
-        return len(self._segments) - len(self.lengths)
+        return sum(-(-count // self._segment) for count in self._chunks) - len(self.lengths)
 
     def _visits(self, stage: Stage) -> int:
         """Chunks of heads that a stage computes."""
@@ -298,13 +335,18 @@ class _Call:
     def _visited(self) -> list[Stage]:
         return [one for one in self.partition.stages if self._visits(one)]
 
-    def _moved(self, size: int, name: str, visits: int) -> int:
-        """Bytes of a tensor in so many chunks; of a row per token, the last chunk of a sequence has its tokens only."""
+    def _moved(self, size: int, name: str, visits: int, tokens: int | None = None) -> int:
+        """Bytes of a tensor in so many chunks; of a row per token, the last chunk of a sequence has its tokens only.
+
+        Args:
+            tokens: in these chunks; their share of all tokens by default.
+        """
         tensor = self.partition.graph.tensors.get(name)
         if tensor is None or tensor.shape[0] != self.shape.C:
             return size * visits
-        chunks = sum(self._chunks)
-        return size * sum(self.lengths) * visits // (chunks * self.shape.C)
+        if tokens is None:
+            return size * sum(self.lengths) * visits // (sum(self._chunks) * self.shape.C)
+        return size * tokens // self.shape.C
 
     def _state_bytes(self) -> int:
         tensor = self.partition.graph.tensors[self.partition.graph.state[0]]
@@ -313,25 +355,39 @@ class _Call:
     def _traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         read: dict[str, int] = {}
         written: dict[str, int] = {}
+
+        def add(counted: dict[str, int], name: str, size: int) -> None:
+            if size:
+                counted[name] = counted.get(name, 0) + size
+
         for stage in self.partition.stages:
             visits = self._visits(stage)
-            for counted, moved in ((read, stage.reads), (written, stage.writes)):
+            if stage.grain == "tensor":
+                for counted, moved in ((read, stage.reads), (written, stage.writes)):
+                    for name, size in moved.items():
+                        add(counted, name, self._moved(size, name, visits))
+                continue
+            work = self._dealt[stage.name].work
+            narrow = self._part(16).stages[self.partition.stage(stage.name)]
+            for counted, moved, parts in ((read, stage.reads, narrow.reads), (written, stage.writes, narrow.writes)):
                 for name, size in moved.items():
-                    counted[name] = counted.get(name, 0) + self._moved(size, name, visits)
+                    if size != parts[name]:
+                        # Divided by columns: each is moved once.
+                        add(counted, name, self._moved(size, name, visits))
+                        continue
+                    for done in work.values():
+                        add(counted, name, self._moved(size, name, done.chunks, done.tokens))
+            for columns, done in work.items():
+                program = self._program(stage, columns)
+                for counted, spilled in ((read, program.spilled[0]), (written, program.spilled[1])):
+                    add(counted, "spills", spilled * done.chunks)
+                    add(counted, "workspace", program.workspace * done.chunks)
         for extra in self.partition.extras:
             if extra.moved and (count := self._count(extra, moved=True)):
                 read[extra.name] = written[extra.name] = extra.bytes * count
         if any(one.carries for one in self.partition.stages):
             read["initial state"] = written["final state"] = self._state_bytes()
-        if self.variant == "mapped" and self.partition.name == "head":
-            spilled = self._spilled() * self._visits(self.partition.stages[0])
-            read["spilled state"] = written["spilled state"] = spilled
         return read, written
-
-    def _spilled(self) -> int:
-        """Bytes of the old state as an operand, which waits in global memory where the new one is written first."""
-        tensor = self.partition.graph.tensors[self.partition.graph.state[0]]
-        return tensor.elements * ITEMSIZE[self.shape.dtype]
 
     def _count(self, extra: Extra, moved: bool) -> int:
         """Chunks or segments of an extra tensor."""
@@ -364,43 +420,63 @@ class _Call:
 
     # Time
 
-    def _paths(self) -> dict[str, int]:
-        paths: dict[str, int] = {}
-        for stage in self.partition.stages:
-            if stage.grain == "tensor":
-                continue
-            columns = self.shape.V
-            chunk = _Chunk(self.op, self.partition.name, stage.name, self.shape, columns, self.chip, self.variant)
-            program = _program(chunk)
-            for way, size in program.paths.items():
-                paths[way] = paths.get(way, 0) + size * self._visits(stage)
-        return paths
+    def _part(self, columns: int) -> Partition:
+        """The mapping with so many columns, at most those of a head."""
+        return partition(self.partition.name, self.op, replace(self.shape, V=min(columns, self.shape.V)))
 
-    def _step(self, stage: Stage, columns: int) -> Step:
-        chunk = _Chunk(self.op, self.partition.name, stage.name, self.shape, columns, self.chip, self.variant)
-        return _step(chunk, self.machine.operator)
+    def _chunk(self, stage: Stage, columns: int, busy: int) -> "_Chunk":
+        name, longest = self.partition.name, max(self._chunks)
+        return _Chunk(self.op, name, stage.name, self.shape, columns, self.chip, self.variant, longest, busy)
+
+    def _program(self, stage: Stage, columns: int) -> "_Program":
+        return _program(self._chunk(stage, columns, self.chip.aicores))
+
+    @cached_property
+    def _dealt(self) -> "dict[str, _Dealt]":
+        """Who computes what of each stage."""
+        return {one.name: self._deal(one) for one in self.partition.stages if one.grain != "tensor"}
+
+    def _deal(self, stage: Stage) -> "_Dealt":
+        visits, cores, columns = self._visits(stage), self.chip.aicores, self.shape.V
+        if not visits:
+            return _Dealt(0.0, {})
+        chunks, C = self._chunks, self.shape.C
+        tokens = self.heads * sum(self.lengths) if stage.visits == "all" else visits * C
+        if not stage.carries:
+            step = _step(self._chunk(stage, columns, min(cores, visits)), self.machine.operator)
+            items = -(-visits // cores)
+            looped = step.first + (items - 1) * step.seconds
+            seconds = looped if self.machine.loops else items * (self.machine.item + step.first)
+            return _Dealt(seconds, {columns: _Work(visits, tokens)})
+        if stage.visits == "ahead":
+            lengths = [WARMUP * C] * self._ahead() if self._ahead() <= _DEALT else None
+        elif stage.grain != "segment":
+            lengths = list(self.lengths)
+        elif self._ahead() <= _DEALT:
+            most = self._segment * C
+            lengths = [min(most, length - start) for length in self.lengths for start in range(0, length, most)]
+        else:
+            lengths = None
+        item = partial(
+            ItemCost, self.op, self.chip, self.shape, self.machine, self.partition.name, stage.name, self.variant
+        )
+        if lengths is None:
+            # So many that each core has its even share, whatever is left over.
+            most = WARMUP if stage.visits == "ahead" else self._segment
+            rounds = -(-visits // (most * cores))
+            longest = item(longest=max(chunks))(most, columns)
+            return _Dealt(rounds * longest * 1e-12, {columns: _Work(visits, tokens)})
+        cost = item(longest=max(chunks))
+        # Segments even the load by themselves; FlashQLA chooses their number for that.
+        tiles = self.tiles if stage.grain == "head" else (columns,)
+        made = schedule(lengths, self.heads, cores, value_dim=columns, tiles=tiles, chunk=C, cost=cost)
+        makespan, used = made.makespan, _busy(made)
+        if used < cores:
+            makespan = _makespan(made, [-(-one // C) for one in lengths], replace(cost, busy=used))
+        return _Dealt(makespan * 1e-12, _work(made, lengths, C))
 
     def _seconds(self, stage: Stage) -> float:
-        visits = self._visits(stage)
-        if not visits:
-            return 0.0
-        if stage.grain == "tensor":
-            return self._whole_tensors(stage)
-        cores, chunks = self.chip.aicores, self._chunks
-        if not stage.carries:
-            step = self._step(stage, self.shape.V)
-            items = -(-visits // cores)
-            if self.machine.loops:
-                return step.first + (items - 1) * step.seconds
-            return items * (self.machine.item + step.first)
-        if stage.visits == "ahead":
-            lengths = [WARMUP] * self._ahead()
-        else:
-            lengths = self._segments if stage.grain == "segment" else chunks
-
-        item = ItemCost(self.op, self.chip, self.shape, self.machine, self.partition.name, stage.name, self.variant)
-        made = schedule(lengths, self.heads, cores, value_dim=self.shape.V, tiles=self.tiles, chunk=1, cost=item)
-        return made.makespan * 1e-12
+        return self._whole_tensors(stage) if stage.grain == "tensor" else self._dealt[stage.name].seconds
 
     def _whole_tensors(self, stage: Stage) -> float:
         graph = self.partition.graph
@@ -408,6 +484,78 @@ class _Call:
         total = _memory(self.chip)
         macs = sum(graph.macs(one) for one in stage.operators)
         return self._visits(stage) * max(moved / total, macs / (_macs(self.chip, self.shape.dtype) * self.chip.aicores))
+
+
+_DEALT = 1 << 12
+"""Segments that are dealt one by one; more are no less even."""
+
+
+class _Work(NamedTuple):
+    """What items of one width compute, all together."""
+
+    chunks: int
+    tokens: int
+
+
+class _Dealt(NamedTuple):
+    """A stage on all cores."""
+
+    seconds: float
+    """Of the busiest."""
+    work: Mapping[int, _Work]
+    """By columns of an item."""
+
+
+def _busy(made: Schedule) -> int:
+    """Cores that have items."""
+    if made.order is None:
+        split = made.split
+        return min(made.cores, max(split.whole, (split.units - split.whole) * split.parts))
+    bounds = made.order.bounds
+    return sum(bounds[2 * core] < bounds[2 * core + 2] for core in range(made.cores))
+
+
+def _makespan(made: Schedule, chunks: Sequence[int], cost: CostModel) -> int:
+    """Of a schedule, at other costs than it was made for."""
+    split, cores = made.split, made.cores
+    if made.order is None:
+        tiles = (split.units - split.whole) * split.parts
+        whole, rest = cost(chunks[0], split.width), cost(chunks[0], split.tile)
+        return -(-split.whole // cores) * whole + -(-tiles // cores) * rest
+    each, bounds, ids = made.heads * split.blocks, made.order.bounds, made.order.ids
+    return max(
+        sum(cost(chunks[unit // each], split.width) for unit in ids[bounds[2 * core] : bounds[2 * core + 1]])
+        + sum(
+            cost(chunks[tile // split.parts // each], split.tile)
+            for tile in ids[bounds[2 * core + 1] : bounds[2 * core + 2]]
+        )
+        for core in range(cores)
+    )
+
+
+def _work(made: Schedule, lengths: Sequence[int], C: int) -> dict[int, _Work]:
+    """What the items of a schedule compute, by their columns: each takes all chunks of its sequence."""
+    split = made.split
+    each = made.heads * split.blocks
+    if made.order is None:
+        tiled = [min(each, max(0, each * (n + 1) - split.whole)) for n in range(len(lengths))]
+    else:
+        tiled = [0] * len(lengths)
+        bounds, ids = made.order.bounds, made.order.ids
+        for core in range(made.cores):
+            for tile in ids[bounds[2 * core + 1] : bounds[2 * core + 2]]:
+                tiled[tile // split.parts // each] += 1
+        tiled = [tiles // split.parts for tiles in tiled]
+    found: dict[int, _Work] = {}
+    for columns, numbers in (
+        (split.width, [each - some for some in tiled]),
+        (split.tile, [some * split.parts for some in tiled]),
+    ):
+        chunks = sum(number * -(-length // C) for number, length in zip(numbers, lengths, strict=True))
+        tokens = sum(number * length for number, length in zip(numbers, lengths, strict=True))
+        if chunks:
+            found[columns] = _Work(chunks, tokens)
+    return found
 
 
 @dataclass(frozen=True)
@@ -422,9 +570,15 @@ class ItemCost:
     mapping: str = "head"
     stage: str = "head"
     variant: Variant = "planned"
+    longest: int = _STEADY
+    """Chunks of the longest sequence: layouts may be others for a few."""
+    busy: int | None = None
+    """Cores that have work, which share global memory; all by default."""
 
     def __call__(self, chunks: int, columns: int) -> int:
-        chunk = _Chunk(self.op, self.mapping, self.stage, self.shape, columns, self.chip, self.variant)
+        names = self.op, self.mapping, self.stage
+        busy = self.busy or self.chip.aicores
+        chunk = _Chunk(*names, self.shape, columns, self.chip, self.variant, self.longest, busy)
         step = _step(chunk, self.machine.operator)
         return _picoseconds(self.machine.item + step.first + (chunks - 1) * step.seconds)
 
@@ -480,6 +634,8 @@ class _Chunk(NamedTuple):
     columns: int
     chip: Chip
     variant: Variant
+    longest: int = _STEADY
+    busy: int = 1
 
 
 class _Program(NamedTuple):
@@ -491,21 +647,49 @@ class _Program(NamedTuple):
     """Bytes by way."""
     places: int
     """Of each input."""
+    spilled: tuple[int, int]
+    """Bytes loaded from and stored to global memory beside inputs and results."""
+    workspace: int
+    """Bytes that go from one unit to the other by way of global memory, once in each direction."""
+    macs: int
+    element_ops: int
 
 
 @lru_cache(maxsize=1024)
 def _program(chunk: _Chunk) -> _Program:
     op, chip, variant = chunk.op, chunk.chip, chunk.variant
-    shape = replace(chunk.shape, V=chunk.columns)
-    if chunk.mapping == "head":
-        # Tiles run in the order of a whole head.
-        graph, order = _graph(op, shape, chip, variant), _order(op, chunk.shape, chip, variant)
-        layouts = (plan_layouts if variant == "planned" else naive_layouts)(graph, chip)
-    else:
+    shape = replace(chunk.shape, V=min(chunk.columns, chunk.shape.V))
+    if chunk.mapping != "head":
         part = partition(chunk.mapping, op, shape)
         graph = _stage_graph(part, part.stages[part.stage(chunk.stage)], chip)
-        order = semantic_order(graph)
-        layouts = naive_layouts(graph, chip)
+        order, layouts = semantic_order(graph), naive_layouts(graph, chip)
+        places = _places(graph, order, chip)
+        spilled = 0, 0
+    elif variant == "mapped":
+        graph = _spilled(rereading(placed(semantic(op, shape), chip)))
+        order, layouts = semantic_order(graph), naive_layouts(graph, chip)
+        places = _places(graph, order, chip)
+        state = shape.K * shape.V * ITEMSIZE[shape.dtype]
+        spilled = state, state
+    else:
+        ordered, layouts = fitted(op, shape, chip, chunk.longest)
+        graph, order, places = ordered.graph, ordered.order, ordered.buffers
+        layouts = layouts if variant == "planned" else naive_layouts(graph, chip)
+        stored = sum(
+            graph.tensors[one.output].bytes
+            for one in graph.operators
+            if (graph.tensors[one.output].space, graph.tensors[one.output].role) == ("GM", "intermediate")
+        )
+        spilled = ordered.spill_bytes - stored, stored
+    made = _program_of(graph, order, layouts, chip, places, chunk.busy)
+    return made._replace(spilled=spilled)
+
+
+def _program_of(
+    graph: Graph, order: Sequence[str], layouts: LayoutPlan, chip: Chip, places: int, busy: int
+) -> _Program:
+    workspace = 0
+    through_memory = chip.vector_to_cube == "global_memory"
     changes: dict[str, list[float]] = {}
     on_the_way: dict[str, float] = {}
     for change in layouts.transforms:
@@ -514,9 +698,8 @@ def _program(chunk: _Chunk) -> _Program:
         else:
             on_the_way[change.operator] = on_the_way.get(change.operator, 0.0) + change.seconds
     tensors = graph.tensors
-    loads = operand_traffic(graph, order)
-    operands = sum(tensors[name].bytes for one in graph.operators if one.unit == "matrix" for name in one.inputs)
-    paths = {"L1->L0": loads}
+    loads = operand_loads(graph, order, l0(chip))
+    paths = {"L1->L0": sum(map(sum, loads.values()))}
     found: list[_Instruction] = []
     for name in order:
         one = graph.producer[name]
@@ -525,10 +708,9 @@ def _program(chunk: _Chunk) -> _Program:
             found.append(_Instruction(f"{name}: layout {len(found)}", "vector", seconds, 1, one.inputs))
             needs = (*needs, found[-1].name)
         if one.unit == "matrix":
-            # What stays in L0 from one product to the next is spread over all of them.
-            loaded = sum(tensors[x].bytes for x in one.inputs) * loads / operands
-            seconds = max(loaded / _rate(chip, "L1", "L0"), graph.macs(one) / _macs(chip, shape.dtype))
-            issues = solve_steps(shape.C) if one.expr[0] == "invert" else 1
+            sides = zip(loads[name], _l0_rates(chip), strict=True)
+            seconds = max(sum(size / rate for size, rate in sides), graph.macs(one) / _macs(chip, graph.shape.dtype))
+            issues = solve_steps(graph.shape.C) if one.expr[0] == "invert" else 1
             found.append(_Instruction(name, "matrix", seconds, issues, needs))
         elif one.unit == "vector":
             seconds = layouts.costs.execute(graph, one, layouts.layouts[name])
@@ -536,18 +718,35 @@ def _program(chunk: _Chunk) -> _Program:
         else:
             source, target = tensors[one.inputs[0]], tensors[name]
             size = min(source.bytes, target.bytes)
-            way = f"{source.space}->{target.space}"
-            paths[way] = paths.get(way, 0) + size
-            seconds = on_the_way.get(name, 0.0) + size / _rate(chip, str(source.space), str(target.space))
+            ways = [f"{source.space}->{target.space}"]
+            if through_memory and "GM" not in (source.space, target.space):
+                ways = [f"{source.space}->GM", f"GM->{target.space}"]
+                workspace += size
+            for way in ways:
+                paths[way] = paths.get(way, 0) + size
+            rate = _rate(chip, str(source.space), str(target.space), busy)
+            seconds = on_the_way.get(name, 0.0) + size / rate
             engine: Engine = "load" if source.space == "GM" else "vector" if source.space == "L0C" else "store"
             found.append(_Instruction(name, engine, seconds, 1, needs, source.role == "input"))
-    return _Program(tuple(found), graph.state, MappingProxyType(paths), _places(graph, order, chip))
+    return _Program(
+        tuple(found),
+        graph.state,
+        MappingProxyType(paths),
+        places,
+        (0, 0),
+        workspace,
+        graph.total_macs,
+        graph.total_element_ops,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _step(chunk: _Chunk, operator: float) -> Step:
+    return _timed(_program(chunk), operator)
+
+
+def _timed(program: _Program, operator: float) -> Step:
     """The engines over four chunks of a head."""
-    program = _program(chunk)
     free: dict[Engine, float] = {}
     ends: list[float] = []
     following = 0.0
@@ -573,14 +772,99 @@ def solve_steps(C: int) -> int:
     return (block - 1) + levels * 2 * 3
 
 
-@lru_cache(maxsize=256)
-def _order(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> tuple[str, ...]:
-    """Of the head mapping's variants; of heads that only fit in tiles it is the order that they would have."""
-    graph = _graph(op, shape, chip, variant)
-    if variant == "mapped":
-        return semantic_order(graph)
-    two, one = best(graph, chip), best(graph, chip, 1)
-    return one.order if _places(graph, two.order, chip) < 2 and _fits(one.peaks, chip) else two.order
+class Fitted(NamedTuple):
+    """How a core computes a chunk."""
+
+    ordered: Ordered
+    layouts: LayoutPlan
+
+    @property
+    def ub_bytes(self) -> tuple[int, ...]:
+        """Of UB during each step, with what layouts add."""
+        ordered = self.ordered
+        return occupied(ordered.graph, ordered.order, self.layouts, ordered.buffers)
+
+
+@lru_cache(maxsize=1024)
+def fitted(op: str, shape: ChunkShape, chip: Chip, chunks: int = _STEADY) -> Fitted:
+    """The order and the layouts of a chunk: what a plan shows, and what it costs.
+
+    Orders that are equal in memory differ by a tenth in time, which no count tells. So those of wider chunks are tried,
+    too, and of all that fit the quickest is taken: in one order no chunk takes longer than a wider one.
+
+    Args:
+        op: a name in `dataflow.RECURRENCES`.
+        shape: of the chunk, with the columns that are computed at once.
+        chip: whose memories it must fit, with what layouts add in UB.
+        chunks: of the longest sequence.
+
+    Raises:
+        ValueError: there is none; the message says what would fit.
+    """
+    own = _fitted(op, shape, chip, chunks)
+    if own.ordered.spilled:
+        return own
+    graph, buffers = own.ordered.graph, own.ordered.buffers
+    found = [own]
+    for order in _orders(op, shape, chip, buffers):
+        one = Fitted(Ordered(graph, order, peaks(graph, order, buffers), buffers), own.layouts)
+        if _fits(dict(one.ordered.peaks) | {"UB": max(one.ub_bytes)}, chip):
+            found.append(one)
+    return min(found, key=lambda one: _seconds(one, chip, chunks))
+
+
+def _seconds(one: Fitted, chip: Chip, chunks: int) -> float:
+    """Of so many chunks of a head."""
+    ordered = one.ordered
+    made = _program_of(ordered.graph, ordered.order, one.layouts, chip, ordered.buffers, chip.aicores)
+    step = _timed(made, MACHINE.operator)
+    return step.first + (chunks - 1) * step.seconds
+
+
+def _orders(op: str, shape: ChunkShape, chip: Chip, buffers: int) -> Iterator[Order]:
+    """Those of wider chunks, each once."""
+    wider = dict.fromkeys(
+        (
+            replace(shape, V=max(shape.V, 64)),
+            replace(shape, V=max(shape.V, 128)),
+            replace(shape, K=max(shape.K, 128), V=max(shape.V, 128)),
+            replace(shape, dtype=shape.accumulate),
+        )
+    )
+    yield from dict.fromkeys(_best(op, one, chip, buffers) for one in wider if one != shape)
+
+
+@lru_cache(maxsize=1024)
+def _best(op: str, shape: ChunkShape, chip: Chip, buffers: int) -> Order:
+    return best(placed(rewritten(semantic(op, shape)), chip), chip, buffers).order
+
+
+@lru_cache(maxsize=1024)
+def _fitted(op: str, shape: ChunkShape, chip: Chip, chunks: int) -> Fitted:
+    """With the order of least memory."""
+    graph, kept = placed(rewritten(semantic(op, shape)), chip), 0
+    while True:
+        try:
+            ordered = fit(graph, replace(chip, ub_bytes=chip.ub_bytes - kept))
+        except ValueError as error:
+            if not kept:
+                raise
+            taken = kept * chip.vector_per_core
+            raise ValueError(f"with {taken} bytes of UB kept for copies in other layouts: {error}") from error
+        found = Fitted(ordered, plan_layouts(ordered.graph, chip, chunks))
+        over = max(found.ub_bytes) - capacities(chip)["UB"]
+        if over <= 0:
+            return found
+        kept += -(-over // chip.vector_per_core)
+
+
+@lru_cache(maxsize=1024)
+def _possible(op: str, shape: ChunkShape, chip: Chip, chunks: int) -> bool:
+    try:
+        fitted(op, shape, chip, chunks)
+    except ValueError:
+        return False
+    return True
 
 
 def _places(graph: Graph, order: Sequence[str], chip: Chip) -> int:
@@ -590,12 +874,6 @@ def _places(graph: Graph, order: Sequence[str], chip: Chip) -> int:
 
 def _fits(needed: Mapping[Space, int], chip: Chip) -> bool:
     return all(needed[space] <= size for space, size in capacities(chip).items())
-
-
-def _graph(op: str, shape: ChunkShape, chip: Chip, variant: Variant) -> Graph:
-    if variant == "mapped":
-        return _spilled(rereading(placed(semantic(op, shape), chip)))
-    return placed(rewritten(semantic(op, shape)), chip)
 
 
 def _spilled(graph: Graph) -> Graph:
@@ -670,8 +948,14 @@ def _memory(chip: Chip) -> float:
     return ways.gm_total or chip.aicores * (ways.gm_to_l1 or _memory(_LIKE) / _LIKE.aicores)
 
 
-def _rate(chip: Chip, source: str, target: str) -> float:
-    """Bytes per second of a way on one core while all cores work."""
+def _l0_rates(chip: Chip) -> tuple[float, float]:
+    """Bytes per second from L1 to L0A and to L0B."""
+    ways, like = chip.bandwidths, _LIKE.bandwidths
+    return ways.l1_to_l0a or like.l1_to_l0a or 0.0, ways.l1_to_l0b or like.l1_to_l0b or 0.0
+
+
+def _rate(chip: Chip, source: str, target: str, busy: int) -> float:
+    """Bytes per second of a way on one core while so many work."""
     ways, like = chip.bandwidths, _LIKE.bandwidths
     detour = ways.ub_to_gm_to_l1 or (like.ub_to_gm_to_l1 if chip.vector_to_cube == "global_memory" else None)
     known: Mapping[tuple[str, str], tuple[float | None, ...]] = {
@@ -679,12 +963,11 @@ def _rate(chip: Chip, source: str, target: str) -> float:
         ("GM", "UB"): (ways.gm_to_ub,),
         ("UB", "GM"): (ways.ub_to_gm,),
         ("UB", "L1"): (ways.ub_to_l1, detour, like.ub_to_l1),
-        ("L1", "L0"): (ways.l1_to_l0b, like.l1_to_l0b),
         ("L0C", "UB"): (ways.l0c_to_ub, detour, like.l0c_to_ub),
         ("L0C", "L1"): (ways.l0c_to_ub, detour, like.l0c_to_ub),
     }
     way = next((rate for rate in known[source, target] if rate is not None), None)
-    share = _memory(chip) / chip.aicores
+    share = _memory(chip) / busy
     if "GM" in (source, target):
         return min(share, way or share)
     assert way is not None

@@ -521,8 +521,9 @@ def placed(graph: Graph, chip: Chip) -> Graph:
 
     Matrix operators read L1 and write L0C, vector operators read and write UB. The state stays in UB from chunk to
     chunk. A tensor that vector code made or that came in float32 is rounded to the operands' dtype on its way to L1. A
-    chip without a way between its units (`vector_to_cube`) takes the same moves through global memory; `cost.py`
-    charges the detour.
+    product that another product reads goes by way of UB: no source names a way from L0C to L1. A chip without a way
+    between its units (`vector_to_cube`) takes all these moves through global memory, a product straight to L1;
+    `cost.py` charges the detour.
     """
     tensors: dict[str, Tensor] = {}
     operators: list[Operator] = []
@@ -542,8 +543,11 @@ def placed(graph: Graph, chip: Chip) -> Graph:
         copy = f"{name}@{space}"
         if copy not in tensors:
             dtype = graph.shape.dtype if space == "L1" else tensors[name].dtype
+            source = name
+            if (homes[name], space) == ("L0C", "L1") and chip.vector_to_cube == "on_core":
+                source = bring(name, "UB", phase)
             tensors[copy] = Tensor(copy, tensors[name].shape, dtype, space=space)
-            operators.append(Operator(copy, ("move", name), phase, "move"))
+            operators.append(Operator(copy, ("move", source), phase, "move"))
         return copy
 
     for one in graph.operators:

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-from fla_npu.planner.chips import KIB, Chip
+from fla_npu.planner.chips import Chip
 from fla_npu.planner.dataflow import (
     RECURRENCES,
     Expr,
@@ -323,8 +323,8 @@ def lifetimes(graph: Graph, order: Sequence[str], buffers: int = 2) -> tuple[Lif
 
 # Operands of matrix products
 
-L0_BYTES = 64 * KIB
-"""Of L0A and of L0B, on every chip of the table."""
+L0 = tuple[int, int]
+"""Bytes of, or moved to, L0A and L0B."""
 
 _Operand = tuple[str, int]
 """Key and bytes."""
@@ -341,42 +341,50 @@ def _operands(graph: Graph, one: Operator) -> tuple[_Operand, ...]:
     return tuple(found)
 
 
-def _load(graph: Graph, one: Operator, resident: _Resident, capacity: int) -> tuple[int, _Resident]:
-    """Bytes that a matrix operator loads, and what is resident after it."""
+def l0(chip: Chip) -> L0:
+    """Bytes of a chip's L0A and L0B."""
+    return chip.l0a_bytes, chip.l0b_bytes
+
+
+def _load(graph: Graph, one: Operator, resident: _Resident, sizes: L0) -> tuple[L0, _Resident]:
+    """Bytes that a matrix operator loads to either side, and what is resident after it."""
     operands = _operands(graph, one)
     if one.expr[0] == "invert":
         # Its intermediates take both buffers (HA-NPU, Figure 11).
-        return sum(size for _, size in operands), ((), ())
-    loaded, sides = 0, []
-    for operand, side in zip(operands, resident, strict=True):
-        if operand not in side:
-            loaded += operand[1]
+        return (sum(size for _, size in operands), 0), ((), ())
+    loaded, sides = [], []
+    for operand, side, capacity in zip(operands, resident, sizes, strict=True):
+        loaded.append(0 if operand in side else operand[1])
         kept = [*(other for other in side if other != operand), operand]
         while sum(size for _, size in kept) > capacity:
             kept.pop(0)
         sides.append(tuple(kept))
-    return loaded, (sides[0], sides[1])
+    return (loaded[0], loaded[1]), (sides[0], sides[1])
 
 
-def operand_traffic(graph: Graph, order: Sequence[str], *, capacity: int = L0_BYTES) -> int:
-    """Bytes that a chunk's products load from L1 to L0A and L0B.
+def operand_loads(graph: Graph, order: Sequence[str], sizes: L0) -> Mapping[str, L0]:
+    """Bytes that each matrix operator of a chunk loads from L1 to L0A and L0B.
 
-    An operand that is still there is not loaded again; room is made by dropping the least recently used. The inverse
-    drops all. `capacity=0` keeps nothing, as where each product is an operator of its own.
+    An operand that is still there is not loaded again; room is made by dropping the least recently used. One that is
+    larger than its side goes through it in parts, once, and does not stay. The inverse drops all.
 
     Args:
         graph: placed.
         order: names of all operators.
-        capacity: bytes of either buffer.
+        sizes: of the two buffers, `l0(chip)`; (0, 0) keeps nothing, as where each product is an operator of its own.
     """
     model, numbers = _steps(graph, order, 1)
-    total, resident = 0, _EMPTY
+    found, resident = {}, _EMPTY
     for i in numbers:
         one = model.graph.operators[i]
         if one.unit == "matrix":
-            loaded, resident = _load(graph, one, resident, capacity)
-            total += loaded
-    return total
+            found[one.name], resident = _load(graph, one, resident, sizes)
+    return found
+
+
+def operand_traffic(graph: Graph, order: Sequence[str], sizes: L0) -> int:
+    """Bytes of all `operand_loads`; arguments as there."""
+    return sum(map(sum, operand_loads(graph, order, sizes).values()))
 
 
 _EMPTY: _Resident = ((), ())
@@ -525,7 +533,7 @@ def _search(model: _Model, chip: Chip, states: int, than: _Found | None = None) 
     limit += ub - ub_bytes(limit)
     found: tuple[int, tuple[int, ...]] | None = None
     for way in ways:
-        found = _cheapest(way, start, limit, found and found[0]) or found
+        found = _cheapest(way, start, limit, l0(chip), found and found[0]) or found
     assert found is not None
     traffic, order = found
     one = _Found(most, ub, traffic, tuple(model.names[i] for i in order))
@@ -576,7 +584,7 @@ def _minimax(
     raise AssertionError("every graph has an order")
 
 
-def _cheapest(model: _Model, start: int, limit: int, than: int | None) -> tuple[int, tuple[int, ...]] | None:
+def _cheapest(model: _Model, start: int, limit: int, sizes: L0, than: int | None) -> tuple[int, tuple[int, ...]] | None:
     """The least operand traffic of an order all of whose steps keep a limit, and that order.
 
     None if there is none, or none with less traffic than is known already.
@@ -598,7 +606,10 @@ def _cheapest(model: _Model, start: int, limit: int, than: int | None) -> tuple[
 
     @cache
     def load(i: int, resident: _Resident) -> tuple[int, _Resident]:
-        return _load(graph, graph.operators[i], resident, L0_BYTES) if needs[i] else (0, resident)
+        if not needs[i]:
+            return 0, resident
+        loaded, then = _load(graph, graph.operators[i], resident, sizes)
+        return sum(loaded), then
 
     products = sum(1 << i for i, some in enumerate(needs) if some)
     first = (0, _EMPTY)

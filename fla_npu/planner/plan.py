@@ -17,21 +17,17 @@ from fla_npu.ops.common.configs import Config, pad, tile_size
 from fla_npu.planner import kernels
 from fla_npu.planner.chips import Chip
 from fla_npu.planner.chips import chip as find_chip
-from fla_npu.planner.cost import ItemCost, Variant, cost, machine_of, schedule_cost
+from fla_npu.planner.cost import ItemCost, Variant, cost, fitted, machine_of, schedule_cost
 from fla_npu.planner.dataflow import (
     ChunkShape,
     Expr,
-    Graph,
     Space,
     Unit,
-    placed,
-    rewritten,
-    semantic,
 )
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
 from fla_npu.planner.layout import Layout, LayoutPlan, Transform, occupied, plan_layouts
 from fla_npu.planner.mappings import Name
-from fla_npu.planner.order import SPACES, Ordered, capacities, fit, occupancy
+from fla_npu.planner.order import SPACES, Ordered, capacities, occupancy
 from fla_npu.planner.record import decoded
 from fla_npu.planner.request import Request, integer, one_of, token_counts
 from fla_npu.planner.schedule import TILES as COLUMN_TILES
@@ -381,10 +377,6 @@ def _shape(request: Request, chunk: int, width: int) -> ChunkShape:
     return ChunkShape(chunk, pad(request.K), min(width, pad(request.V)), request.dtype)
 
 
-def _graph(request: Request, chip: Chip, chunk: int, width: int) -> Graph:
-    return placed(rewritten(semantic(request.op, _shape(request, chunk, width))), chip)
-
-
 def _chunks(request: Request, chunk: int) -> int:
     """Of the longest sequence."""
     return -(-max(request.lengths) // chunk)
@@ -395,25 +387,12 @@ def _ub_bytes(ordered: Ordered, layouts: LayoutPlan) -> tuple[int, ...]:
 
 
 def _fit(request: Request, chip: Chip, chunk: int, width: int) -> Ordered:
-    """The order of a chunk of these sizes that fits with what its layouts add in UB.
+    """The order of a chunk of these sizes, that which `cost` takes.
 
     Raises:
         ValueError: there is none.
     """
-    graph, kept = _graph(request, chip, chunk, width), 0
-    while True:
-        try:
-            ordered = fit(graph, replace(chip, ub_bytes=chip.ub_bytes - kept))
-        except ValueError as error:
-            if not kept:
-                raise
-            taken = kept * chip.vector_per_core
-            raise ValueError(f"with {taken} bytes of UB kept for copies in other layouts: {error}") from error
-        layouts = plan_layouts(ordered.graph, chip, _chunks(request, chunk))
-        over = max(_ub_bytes(ordered, layouts)) - capacities(chip)["UB"]
-        if over <= 0:
-            return ordered
-        kept += -(-over // chip.vector_per_core)
+    return fitted(request.op, _shape(request, chunk, width), chip, _chunks(request, chunk)).ordered
 
 
 def _kernel_config(request: Request, kernel: str, chunk: int | None, tile: int | None, tuned: bool = True) -> Config:
@@ -527,7 +506,8 @@ def _item_cost(request: Request, config: Config, kernel: str | None) -> CostMode
     if kernel:
         return schedule_cost(request.op)
     chip = find_chip(request.chip)
-    return ItemCost(request.op, chip, _whole_shape(request, config.chunk), machine_of(chip))
+    longest = _chunks(request, config.chunk)
+    return ItemCost(request.op, chip, _whole_shape(request, config.chunk), machine_of(chip), longest=longest)
 
 
 def _whole_shape(request: Request, chunk: int) -> ChunkShape:

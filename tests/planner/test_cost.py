@@ -4,6 +4,7 @@ import json
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fla_npu.planner import cost as module
 from fla_npu.planner.chips import CHIPS, chip
 from fla_npu.planner.cost import MACHINE, cost, schedule_cost, solve_steps
-from fla_npu.planner.dataflow import RECURRENCES, ChunkShape
+from fla_npu.planner.dataflow import ITEMSIZE, RECURRENCES, ChunkShape
 from fla_npu.planner.mappings import NAMES
 from fla_npu.planner.plan import plan
 
@@ -28,7 +29,7 @@ def of(op: str, mapping: str, **more: object) -> module.Cost:
 
 def test_head_moves_each_input_and_result_once() -> None:
     """By hand: q, k, v, o in 16 bits; g, beta and the states in 32."""
-    T, H, D = 1000, 3, 128
+    T, H, D = 1000, 10, 128
     found = of("gdn", "head", heads=H, lengths=[T])
     assert sum(found.gm_read.values()) == T * H * (3 * D * 2 + 2 * 4) + H * D * D * 4
     assert sum(found.gm_written.values()) == T * H * D * 2 + H * D * D * 4
@@ -36,9 +37,135 @@ def test_head_moves_each_input_and_result_once() -> None:
     assert found.launches == 1
 
 
+def test_every_tile_of_a_head_loads_what_it_shares() -> None:
+    """20 heads on 10 cores, as four tiles of each: q, k, g and beta are read by every tile, scores and Solve done by
+    every tile, the products with columns of the state once."""
+    C, D, T, H = 64, 128, 4096, 20
+    whole, tiled = (of("gdn", "head", heads=H, lengths=[T], tiles=[tile]) for tile in (128, 32))
+    for name, size in {"q": 2 * D, "k": 2 * D, "g": 4, "beta": 4}.items():
+        assert tiled.gm_read[name] == 4 * T * H * size == 4 * whole.gm_read[name]
+    assert tiled.gm_read["v"] == whole.gm_read["v"] == T * H * 2 * D
+    assert tiled.gm_written == whole.gm_written
+    repeated = T // C * H * (2 * C * C * D + C**3 // 2)
+    assert tiled.macs == whole.macs + 3 * repeated
+    assert 1.5 * whole.path_bytes["L1->L0"] < tiled.path_bytes["L1->L0"] < 4 * whole.path_bytes["L1->L0"]
+
+
+def test_only_tiles_load_again() -> None:
+    """16 heads on 36 cores: as tiles of half a head, where that ends earlier."""
+    sizes = {"heads": 16, "lengths": [4096], "chip": chip("950")}
+    whole, tiled = of("gdn", "head", **sizes, tiles=[128]), of("gdn", "head", **sizes, tiles=[128, 64])
+    assert tiled.gm_read["q"] == 2 * whole.gm_read["q"] and tiled.seconds < whole.seconds
+    uneven = of("gdn", "head", **{**sizes, "heads": 30, "lengths": [4096, 1000]}, tiles=[128, 64])
+    tokens = uneven.gm_read["q"] / 256
+    assert 30 * 5096 < tokens < 60 * 5096 and tokens % 2 == 0
+
+
+def test_spills_are_those_of_the_plan() -> None:
+    """KDA with keys of 256 on the 310P keeps nothing else than its plan does."""
+    made = plan("kda", "310P", heads=16, seq=4096, K=256, tile=64, chunk=64)
+    assert made.spilled
+    found = of("kda", "head", heads=16, lengths=[4096], shape=made.shape, tiles=[64])
+    stored = sum(
+        one.rows * one.columns * ITEMSIZE[one.dtype]
+        for one in made.tensors
+        if one.memory == "GM" and one.name.endswith("@GM")
+    )
+    assert found.gm_written["spills"] == stored * 64 * 16
+    assert found.gm_read["spills"] > 0
+
+
+@pytest.mark.parametrize("mapping", NAMES)
+def test_units_that_meet_in_global_memory_write_and_read_what_they_exchange(mapping: str) -> None:
+    on, off = (of("gdn", mapping, chip=chip(name), heads=20, tiles=[128]) for name in ("310P", "910B3"))
+    assert "workspace" not in on.gm_read
+    if mapping == "separate":
+        # Its operators take and give whole tensors in global memory.
+        assert "workspace" not in off.gm_read
+        return
+    assert off.gm_read["workspace"] == off.gm_written["workspace"] > 0
+    assert not {"UB->L1", "L0C->UB", "L0C->L1"} & set(off.path_bytes)
+    if mapping == "head":
+        # Of a chunk: S, A, P, T, u0, ur and u as operands; G, QK, QS, KS, Pu, u and Sd for vectors.
+        operands, results = 128 * 128 + 3 * 64 * 64 + 3 * 64 * 128, 2 * 64 * 64 + 4 * 64 * 128 + 128 * 128
+        assert off.gm_read["workspace"] == 20 * 16 * (2 * operands + 4 * results)
+        assert off.gm_bytes == on.gm_bytes + 2 * off.gm_read["workspace"]
+        assert off.peak_bytes == on.peak_bytes + 20 * (2 * operands + 4 * results)
+
+
+STANDARD: dict[str, list[int]] = {
+    "K": [16, 32, 64, 128, 256],
+    "V": [16, 32, 48, 64, 96, 128, 256],
+    "T": [1, 64, 100, 1000, 4096, 65536],
+    "heads": [1, 4, 7, 10, 16, 22, 31, 49],
+}
+
+
+@pytest.mark.parametrize("size", STANDARD)
+@pytest.mark.parametrize("op", ["gdn", "kda"])
+@pytest.mark.parametrize("name", ["310P", "910B3", "950"])
+def test_time_does_not_fall_as_sizes_grow(name: str, op: str, size: str) -> None:
+    def seconds(value: int) -> float:
+        given = {"K": 128, "V": 128, "T": 4096, "heads": 16} | {size: value}
+        shape = ChunkShape(K=given["K"], V=given["V"])
+        return of(op, "head", chip=chip(name), heads=given["heads"], lengths=[given["T"]], shape=shape).seconds
+
+    found = [seconds(value) for value in STANDARD[size]]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize("name", ["310P", "910B3", "950"])
+def test_operands_of_32_bits_are_no_quicker(name: str) -> None:
+    found = [of("gdn", "head", chip=chip(name), shape=ChunkShape(dtype=dtype)).seconds for dtype in ("fp16", "fp32")]
+    assert found == sorted(found)
+
+
+def test_time_does_not_fall_as_a_chip_shrinks() -> None:
+    whole = chip("310P")
+    for heads in (8, 16, 20):
+        cores = [replace(whole, aicores=n, vector_cores=n) for n in (40, 16, 10, 8, 4, 2, 1)]
+        found = [of("gdn", "head", chip=one, heads=heads, lengths=[4096]).seconds for one in cores]
+        # Two rounds of 8 cores have more of the memory than rounds of 10 and 6: less than a thousandth.
+        assert all(fewer > 0.999 * more for more, fewer in pairwise(found)), (heads, found)
+    clocks = [replace(whole, rates=replace(whole.rates, hertz=hertz)) for hertz in (4e9, 1e9, 2e8)]
+    memories = [replace(whole, bandwidths=replace(whole.bandwidths, gm_total=rate)) for rate in (4e11, 1e11, 2e10)]
+    for chips in (clocks, memories):
+        found = [of("gdn", "head", chip=one).seconds for one in chips]
+        assert found == sorted(found) and found[0] < found[-1]
+
+
+def test_idle_cores_leave_their_share_of_memory() -> None:
+    """8 heads on 10 cores of a slow memory: as quick as on 8 cores."""
+    few, many = (
+        replace(chip("310P"), aicores=n, vector_cores=n, bandwidths=replace(chip("310P").bandwidths, gm_total=4e10))
+        for n in (8, 10)
+    )
+    found = [of("gdn", "head", chip=one, heads=8, tiles=[128]).seconds for one in (few, many)]
+    assert found[0] == found[1]
+    assert of("gdn", "head", chip=many, heads=10, tiles=[128]).seconds > found[1]
+
+
+@pytest.mark.parametrize("mapping", NAMES)
+def test_no_length_is_too_long(mapping: str) -> None:
+    start = time.perf_counter()
+    assert of("gdn", mapping, lengths=[10**15]).seconds > 1e6
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(("op", "name", "K", "V"), [
+    ("gdn", "310P", 64, 32), ("gdn", "910B3", 64, 128), ("gdn", "950", 128, 32), ("kda", "950", 64, 64),
+])  # fmt: skip
+def test_plans_and_costs_have_one_order(op: str, name: str, K: int, V: int) -> None:
+    made = plan(op, name, heads=16, seq=4096, K=K, V=V)
+    shape = made.shape
+    call = module._Chunk(op, "head", "head", shape, shape.V, chip(name), "planned", -(-4096 // shape.C))
+    done = [one.name for one in module._program(call).instructions if one.name in made.order]
+    assert done == list(made.order)
+
+
 def test_fla_by_hand() -> None:
     """Reads and writes of its six kernels, per token and head; the state per chunk."""
-    T, H, D, C = 2048, 4, 128, 64
+    T, H, D, C = 2048, 10, 128, 64
     found = of("gdn", "fla", heads=H, lengths=[T])
     row, score, number = D * 2, C * 2, 4
     read = {
@@ -86,9 +213,9 @@ def test_products_of_32_bits_have_their_own_rate(dtype: str, per_cycle: int) -> 
 def test_unknown_ways_between_units_are_those_of_such_chips() -> None:
     """Nothing is known of the 910_9363 but that its units meet in global memory."""
     like = chip("310P").bandwidths
-    rates = [module._rate(chip("910_9363"), *way) for way in (("UB", "L1"), ("L0C", "UB"), ("L0C", "L1"))]
+    rates = [module._rate(chip("910_9363"), *way, 20) for way in (("UB", "L1"), ("L0C", "UB"), ("L0C", "L1"))]
     assert rates == [like.ub_to_gm_to_l1] * 3
-    assert module._rate(chip("310B1"), "UB", "L1") == like.ub_to_l1
+    assert module._rate(chip("310B1"), "UB", "L1", 1) == like.ub_to_l1
 
 
 @pytest.mark.parametrize(("op", "places"), [("gdn", 2), ("kda", 1)])
@@ -115,7 +242,7 @@ def test_segments_are_three_launches_and_products() -> None:
     """One head of 65536 tokens on the 910B3, which the launchers cut. By hand: all tokens are read three times, the
     values twice; outputs are written thrice; states of 64 KiB."""
     T, n, D, state = 65536, 5, 128, 128 * 128 * 4
-    call = {"chip": chip("910B3"), "heads": 1, "lengths": [T]}
+    call = {"chip": chip("910B3"), "heads": 1, "lengths": [T], "tiles": [D]}
     lengths = [T // 4, T // 4, T // 4, T // 8, T // 8]
     whole, cut = of("gdn", "head", **call), of("gdn", "head", **call, segments=[lengths])
     assert cut.launches == 3 + 2 * n
@@ -141,11 +268,13 @@ def test_segments_are_those_of_the_sequences() -> None:
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
 )
 def test_more_work_costs_no_less(op: str, mapping: str, heads: int, lengths: list[int]) -> None:
-    less = of(op, mapping, heads=heads, lengths=lengths)
-    more = of(op, mapping, heads=heads, lengths=[*lengths, 64])
+    # With tiles of heads work is done twice where that ends earlier.
+    less = of(op, mapping, heads=heads, lengths=lengths, tiles=[128])
+    more = of(op, mapping, heads=heads, lengths=[*lengths, 64], tiles=[128])
     # FlashQLA chooses its segments by the size of the call: more tokens may make fewer of them.
     for figure in ("gm_bytes", "macs", "element_ops", "peak_bytes", "launches") if mapping != "flashqla" else ():
         assert getattr(more, figure) >= getattr(less, figure), figure
+    less = of(op, mapping, heads=heads, lengths=lengths)
     twice = replace(MACHINE, operator=2 * MACHINE.operator, item=2 * MACHINE.item, launch=2 * MACHINE.launch)
     slower = of(op, mapping, heads=heads, lengths=lengths, machine=twice).seconds
     # Schedules are within 4/3 of the best (schedule.py), and so are comparisons of two.

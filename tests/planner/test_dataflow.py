@@ -126,6 +126,11 @@ def test_placed_keeps_the_work(op: str, name: str):
     assert on_chip.total_element_ops == graph.total_element_ops
     assert on_chip.outputs == graph.outputs
     assert {one.space for one in on_chip.tensors.values()} == {"GM", "UB", "L1", "L0C"}
+    # Products that products read (the inverse does, the values of the delta rule) go by way of UB, if there is one.
+    copies = [one for one in on_chip.operators if on_chip.tensors[one.output].space == "L1"]
+    straight = any(on_chip.tensors[one.inputs[0]].space == "L0C" for one in copies)
+    solves = any(one.expr[0] == "invert" for one in graph.operators)
+    assert straight == (solves and chip(name).vector_to_cube == "global_memory")
     assert on_chip.tensors["S"].space == on_chip.tensors["S'"].space == "UB"
     operands = {name for one in on_chip.operators if one.unit == "matrix" for name in one.inputs}
     assert {on_chip.tensors[name].dtype for name in operands} == {graph.shape.dtype}

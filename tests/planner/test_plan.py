@@ -88,7 +88,9 @@ def test_predictions_are_of_all_mappings_and_ours_is_last(made: Plan):
     assert ours.mapping == "head" and ours.seconds > 0
     if made.dealt.segments is None:
         assert ours.launches == 1
-        assert all(one.gm_read >= ours.gm_read for one in made.predictions)
+        # Tiles of a head load what they share once each.
+        if made.dealt.parts == 1 and made.dealt.units == made.request.heads * len(made.request.lengths):
+            assert all(one.gm_read >= ours.gm_read for one in made.predictions)
 
 
 def test_predictions_of_a_call_in_segments_are_of_its_three_launches():
