@@ -25,7 +25,7 @@ from fla_npu.planner.dataflow import (
     Unit,
 )
 from fla_npu.planner.kernels import KERNELS, Deal, Segments
-from fla_npu.planner.layout import Layout, LayoutPlan, Transform, occupied, plan_layouts
+from fla_npu.planner.layout import Layout, Transform, occupied, plan_layouts
 from fla_npu.planner.mappings import Name
 from fla_npu.planner.order import SPACES, Ordered, capacities, occupancy
 from fla_npu.planner.record import decoded
@@ -338,7 +338,8 @@ def plan(
     if kernel is not None:
         chosen = "shipped" if config == _kernel_config(request, kernel, chunk, tile, tuned=False) else "tuned"
     layouts = plan_layouts(ordered.graph, found, _chunks(request, config.chunk))
-    alive = dict(occupancy(ordered.graph, ordered.order, ordered.buffers)) | {"UB": _ub_bytes(ordered, layouts)}
+    alive = dict(occupancy(ordered.graph, ordered.order, ordered.buffers))
+    alive["UB"] = occupied(ordered.graph, ordered.order, layouts, ordered.buffers)
     dealt = _dealt(request, config, kernel)
     return Plan(
         request=request,
@@ -380,10 +381,6 @@ def _shape(request: Request, chunk: int, width: int) -> ChunkShape:
 def _chunks(request: Request, chunk: int) -> int:
     """Of the longest sequence."""
     return -(-max(request.lengths) // chunk)
-
-
-def _ub_bytes(ordered: Ordered, layouts: LayoutPlan) -> tuple[int, ...]:
-    return occupied(ordered.graph, ordered.order, layouts, ordered.buffers)
 
 
 def _fit(request: Request, chip: Chip, chunk: int, width: int) -> Ordered:
