@@ -56,6 +56,7 @@ def test_only_tiles_load_again() -> None:
     sizes = {"heads": 16, "lengths": [4096], "chip": chip("950")}
     whole, tiled = of("gdn", "head", **sizes, tiles=[128]), of("gdn", "head", **sizes, tiles=[128, 64])
     assert tiled.gm_read["q"] == 2 * whole.gm_read["q"] and tiled.seconds < whole.seconds
+    assert tiled.macs == whole.macs + 16 * 64 * (2 * 64 * 64 * 128 + 64**3 // 2), "scores and Solve of a chunk, twice"
     uneven = of("gdn", "head", **{**sizes, "heads": 30, "lengths": [4096, 1000]}, tiles=[128, 64])
     tokens = uneven.gm_read["q"] / 256
     assert 30 * 5096 < tokens < 60 * 5096 and tokens % 2 == 0
