@@ -172,6 +172,11 @@ def check_gradients(op: str, call: Arguments, decay_bound: float = DECAY_BOUND) 
     want = torch.autograd.grad(results, list(leaves.values()), starts, materialize_grads=True)
     for (name, x), y in zip(got.items(), want, strict=True):
         assert x.dtype == call[name].dtype, name
+        if name == "g" and not y.any():
+            # No state to decay. Sums of k dk that cancel are left with their rounding.
+            terms = torch.linalg.vector_norm(call["k"].double() * got["k"].double())
+            assert torch.linalg.vector_norm(x.double()) <= decay_bound**0.5 * terms
+            continue
         assert_accurate(f"d{name}", x, y, decay_bound if name in ("g", "A_log", "dt_bias") else BOUND)
 
 
