@@ -508,28 +508,20 @@ class _Dealt(NamedTuple):
 
 def _busy(made: Schedule) -> int:
     """Cores that have items."""
-    if made.order is None:
-        split = made.split
-        return min(made.cores, max(split.whole, (split.units - split.whole) * split.parts))
-    bounds = made.order.bounds
-    return sum(bounds[2 * core] < bounds[2 * core + 2] for core in range(made.cores))
+    return sum(any(map(len, made.ids(core))) for core in range(made.cores))
 
 
 def _makespan(made: Schedule, chunks: Sequence[int], cost: CostModel) -> int:
     """Of a schedule, at other costs than it was made for."""
-    split, cores = made.split, made.cores
+    split, each = made.split, made.heads * made.split.blocks
     if made.order is None:
-        tiles = (split.units - split.whole) * split.parts
-        whole, rest = cost(chunks[0], split.width), cost(chunks[0], split.tile)
-        return -(-split.whole // cores) * whole + -(-tiles // cores) * rest
-    each, bounds, ids = made.heads * split.blocks, made.order.bounds, made.order.ids
+        # All cost the same, and the first core has the most.
+        units, tiles = made.ids(0)
+        return len(units) * cost(chunks[0], split.width) + len(tiles) * cost(chunks[0], split.tile)
     return max(
-        sum(cost(chunks[unit // each], split.width) for unit in ids[bounds[2 * core] : bounds[2 * core + 1]])
-        + sum(
-            cost(chunks[tile // split.parts // each], split.tile)
-            for tile in ids[bounds[2 * core + 1] : bounds[2 * core + 2]]
-        )
-        for core in range(cores)
+        sum(cost(chunks[unit // each], split.width) for unit in units)
+        + sum(cost(chunks[tile // split.parts // each], split.tile) for tile in tiles)
+        for units, tiles in map(made.ids, range(made.cores))
     )
 
 
@@ -541,9 +533,8 @@ def _work(made: Schedule, lengths: Sequence[int], C: int) -> dict[int, _Work]:
         tiled = [min(each, max(0, each * (n + 1) - split.whole)) for n in range(len(lengths))]
     else:
         tiled = [0] * len(lengths)
-        bounds, ids = made.order.bounds, made.order.ids
         for core in range(made.cores):
-            for tile in ids[bounds[2 * core + 1] : bounds[2 * core + 2]]:
+            for tile in made.ids(core)[1]:
                 tiled[tile // split.parts // each] += 1
         tiled = [tiles // split.parts for tiles in tiled]
     found: dict[int, _Work] = {}

@@ -212,17 +212,14 @@ class Plan:
         lengths, schedule = _launched(self.request, self.config, self.kernel)
         chunk = self.config.chunk
         item_cost = _item_cost(self.request, self.config, self.kernel)
-        split = schedule.split
         for core in range(schedule.cores):
+            units, tiles = schedule.ids(core)
+            dealt = [(schedule.item(unit), schedule.split.width) for unit in units]
+            dealt += [(schedule.part(tile), schedule.split.tile) for tile in tiles]
             spans, now = [], 0
-            for item in schedule.core(core):
-                chunks = -(-lengths[item.sequence] // chunk)
-                # A tile may be as wide as what is left of the last unit, but then it does not begin one.
-                left = min(split.width, schedule.value_dim - item.column)
-                whole = item.column % split.width == 0 and item.columns == left
-                spans.append(
-                    Span(item, whole, now, now := now + item_cost(chunks, split.width if whole else split.tile))
-                )
+            for number, (item, columns) in enumerate(dealt):
+                start, now = now, now + item_cost(-(-lengths[item.sequence] // chunk), columns)
+                spans.append(Span(item, number < len(units), start, now))
             yield tuple(spans)
 
     def to_kernel_config(self) -> KernelPlan:
@@ -541,15 +538,10 @@ def _launched(request: Request, config: Config, kernel: str | None) -> tuple[tup
 def _dealt(request: Request, config: Config, kernel: str | None) -> Dealt:
     _, schedule = _launched(request, config, kernel)
     split = schedule.split
-    if schedule.order is None:
-        whole = split.whole
-    else:
-        bounds = schedule.order.bounds
-        whole = sum(bounds[2 * core + 1] - bounds[2 * core] for core in range(schedule.cores))
     return Dealt(
         cores=schedule.cores,
         units=split.units,
-        whole=whole,
+        whole=sum(len(schedule.ids(core)[0]) for core in range(schedule.cores)),
         tile=split.tile,
         parts=split.parts,
         makespan=schedule.makespan,

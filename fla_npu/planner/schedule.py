@@ -129,19 +129,24 @@ class Schedule:
     """Cost per core if whole units could be divided without end."""
     tail: Tail | None = None
 
-    def core(self, pid: int) -> Iterator[Item]:
-        """The items of a core, in the kernel's order."""
+    def ids(self, pid: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Whole units and tiles of a core, in the kernel's order; without a table they are ranges."""
         split = self.split
         if self.order is None:
-            units: Sequence[int] = range(pid, split.whole, self.cores)
-            tiles: Sequence[int] = range(split.whole * split.parts + pid, split.units * split.parts, self.cores)
-        else:
-            first, middle, end = self.order.bounds[2 * pid : 2 * pid + 3]
-            units, tiles = self.order.ids[first:middle], self.order.ids[middle:end]
-        for unit in units:
-            yield self.item(unit)
-        for tile in tiles:
-            yield self.item(tile // split.parts, tile % split.parts)
+            tiles = range(split.whole * split.parts + pid, split.units * split.parts, self.cores)
+            return range(pid, split.whole, self.cores), tiles
+        first, middle, end = self.order.bounds[2 * pid : 2 * pid + 3]
+        return self.order.ids[first:middle], self.order.ids[middle:end]
+
+    def core(self, pid: int) -> Iterator[Item]:
+        """The items of a core, in the kernel's order."""
+        units, tiles = self.ids(pid)
+        yield from map(self.item, units)
+        yield from map(self.part, tiles)
+
+    def part(self, tile: int) -> Item:
+        """The item of a tile's id."""
+        return self.item(*divmod(tile, self.split.parts))
 
     def item(self, unit: int, part: int | None = None) -> Item:
         """A whole unit, or one of its tiles."""
