@@ -12,6 +12,10 @@ class AffineNorm(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    num_groups = 1
+    """Groups of channels, each normalised by itself."""
+    is_rms_norm = False
+    """Whether the mean stays."""
 
     def __init__(
         self,

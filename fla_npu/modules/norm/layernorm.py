@@ -132,37 +132,7 @@ def then_linear(normalised: Normalised, weight: torch.Tensor, bias: torch.Tensor
     return (out, stream[0]) if stream else out
 
 
-class RMSNorm(AffineNorm):
-    """`rms_norm` as a layer."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Normalised:
-        """See `rms_norm`."""
-        return rms_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
-
-
-class LayerNorm(AffineNorm):
-    """`layer_norm` as a layer. Unlike PyTorch's it has no bias unless asked for."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Normalised:
-        """See `layer_norm`."""
-        return layer_norm(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
-
-
-class GroupNorm(AffineGroupNorm):
-    """`group_norm` as a layer. Channels are the last axis, unlike in PyTorch's."""
-
+class _Norm(AffineNorm):
     def forward(
         self,
         x: torch.Tensor,
@@ -184,41 +154,7 @@ class GroupNorm(AffineGroupNorm):
         )
 
 
-class RMSNormLinear(AffineNorm):
-    """`rms_norm_linear`; the layer owns the norm's parameters, the linear map is an argument of `forward`."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Normalised:
-        """See `group_norm_linear`."""
-        return rms_norm_linear(x, self.weight, self.bias, weight, bias, residual, self.eps, prenorm, residual_in_fp32)
-
-
-class LayerNormLinear(AffineNorm):
-    """`layer_norm_linear`; the layer owns the norm's parameters, the linear map is an argument of `forward`."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> Normalised:
-        """See `group_norm_linear`."""
-        return layer_norm_linear(x, self.weight, self.bias, weight, bias, residual, self.eps, prenorm, residual_in_fp32)
-
-
-class GroupNormLinear(AffineGroupNorm):
-    """`group_norm_linear`; the layer owns the norm's parameters, the linear map is an argument of `forward`."""
-
+class _NormLinear(AffineNorm):
     def forward(
         self,
         x: torch.Tensor,
@@ -242,3 +178,31 @@ class GroupNormLinear(AffineGroupNorm):
             self.is_rms_norm,
             self.num_groups,
         )
+
+
+class RMSNorm(_Norm):
+    """`rms_norm` as a layer."""
+
+    is_rms_norm = True
+
+
+class LayerNorm(_Norm):
+    """`layer_norm` as a layer. Unlike PyTorch's it has no bias unless asked for."""
+
+
+class GroupNorm(AffineGroupNorm, _Norm):
+    """`group_norm` as a layer. Channels are the last axis, unlike in PyTorch's."""
+
+
+class RMSNormLinear(_NormLinear):
+    """`rms_norm_linear`; the layer owns the norm's parameters, the linear map is an argument of `forward`."""
+
+    is_rms_norm = True
+
+
+class LayerNormLinear(_NormLinear):
+    """`layer_norm_linear`; the layer owns the norm's parameters, the linear map is an argument of `forward`."""
+
+
+class GroupNormLinear(AffineGroupNorm, _NormLinear):
+    """`group_norm_linear`; the layer owns the norm's parameters, the linear map is an argument of `forward`."""
