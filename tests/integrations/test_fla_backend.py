@@ -16,7 +16,7 @@ from fla_npu.integrations.transformers import torch_path
 from tests.tiny_models import tiny_model
 
 if not imports.installed_elsewhere("fla"):
-    pytest.skip("FLA is not installed: pip install 'fla-npu[bench]'", allow_module_level=True)
+    pytest.skip("FLA is not installed: make test-fla installs it", allow_module_level=True)
 try:
     import fla
     from fla import backends
