@@ -33,7 +33,7 @@ GDN2 = ("chunk_gdn2", "fused_recurrent_gdn2")
 INPUTS = ("q", "k", "v", "g", "beta", "b", "w", "A_log", "dt_bias", "initial_state")
 PER_TOKEN = ("q", "g")
 PER_UPDATE = ("k", "v", "beta", "b", "w")
-BOUND, DECAY_BOUND, EQUAL_KEYS_DECAY_BOUND = 1e-10, 1e-7, 1e-6
+BOUND, DECAY_BOUND = 1e-10, 1e-7  # derived in test_backward.py
 
 
 def make_call(
@@ -164,20 +164,27 @@ def gradients(op: str, call: Arguments) -> dict[str, torch.Tensor]:
     return {name: x.grad for name, x in leaves.items()}
 
 
-def check_gradients(op: str, call: Arguments, decay_bound: float = DECAY_BOUND) -> None:
-    got = gradients(op, call)
+def expected_gradients(op: str, call: Arguments) -> dict[str, torch.Tensor]:
     starts = [x.double() for x in starts_of(run(op, call))]
     _, leaves = leaves_of({name: x.double() if isinstance(x, torch.Tensor) else x for name, x in call.items()})
     results = expected(op, {**call, **leaves})[: len(starts)]
-    want = torch.autograd.grad(results, list(leaves.values()), starts, materialize_grads=True)
-    for (name, x), y in zip(got.items(), want, strict=True):
+    grads = torch.autograd.grad(results, list(leaves.values()), starts, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def check_gradients(op: str, call: Arguments, ordinary: Arguments | None = None) -> None:
+    """`ordinary` as in test_backward.py: a call whose gradients are as large as the terms of those of `call`."""
+    got, want = gradients(op, call), expected_gradients(op, call)
+    terms = {} if ordinary is None else expected_gradients(op, ordinary)
+    for name, x in got.items():
         assert x.dtype == call[name].dtype, name
-        if name == "g" and not y.any():
+        bound = DECAY_BOUND if name in ("g", "A_log", "dt_bias") else BOUND
+        if name == "g" and not want[name].any():
             # No state to decay. Sums of k dk that cancel are left with their rounding.
-            terms = torch.linalg.vector_norm(call["k"].double() * got["k"].double())
-            assert torch.linalg.vector_norm(x.double()) <= decay_bound**0.5 * terms
+            size = torch.linalg.vector_norm(call["k"].double() * got["k"].double())
+            assert torch.linalg.vector_norm(x.double()) <= bound**0.5 * size
             continue
-        assert_accurate(f"d{name}", x, y, decay_bound if name in ("g", "A_log", "dt_bias") else BOUND)
+        assert_accurate(f"d{name}", x, want[name], bound, terms=terms.get(name))
 
 
 # --- the definitions ----------------------------------------------------------------------------------------------
@@ -439,9 +446,9 @@ def test_gradients_of_any_call(op: str, data: st.DataObject):
 @pytest.mark.parametrize("op", CHUNKED)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "sudden decay"])
 def test_gradients_of_every_kind_of_input(op: str, case: str):
-    bound = EQUAL_KEYS_DECAY_BOUND if case == "equal keys" else DECAY_BOUND
     for options in ({"n": 3}, {"l2norm": True, "gate": "softplus", "v_first": True}):
-        check_gradients(op, make_call(op, case, T=100, **options), bound)
+        ordinary = make_call(op, T=100, **options) if case == "equal keys" else None
+        check_gradients(op, make_call(op, case, T=100, **options), ordinary)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -467,7 +474,7 @@ def test_numerical_gradients(op: str, T: int, strength: float):
 def test_gradients_of_strided_and_expanded_inputs(op: str):
     call = make_call(op, T=100)
     k = call["k"][:, :1].expand_as(call["k"])
-    check_gradients(op, {**call, "k": k}, EQUAL_KEYS_DECAY_BOUND)
+    check_gradients(op, {**call, "k": k}, call)
     call["q"] = call["q"].movedim(1, -1).contiguous().movedim(-1, 1)
     check_gradients(op, call)
 
