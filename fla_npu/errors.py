@@ -25,4 +25,9 @@ class MissingExtraError(RuntimeError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} is not installed: pip install 'fla-npu[{extra}]'")
+        super().__init__(f"{what} is not installed: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """The command that brings an extra, for a message."""
+    return f"pip install 'fla-npu[{extra}]', or '.[{extra}]' in a checkout"

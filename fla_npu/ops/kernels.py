@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fla_npu import settings
+from fla_npu.errors import how_to_install
 from fla_npu.ops.autograd import Result, gradients_wanted, with_gradients
 from fla_npu.ops.checks import StatePool
 from fla_npu.ops.problem import Bounds, Problem, Tensors
@@ -26,7 +27,7 @@ from fla_npu.planner.kernels import refusal as chunk_refusal
 INTERPRETED_CHIP = "910B3"
 """Whose configurations run where there is no NPU, in Triton's interpreter."""
 
-NO_TRITON = "triton-ascend is not installed: pip install 'fla-npu[triton]' (Python below 3.12)"
+NO_TRITON = f"triton-ascend is not installed: {how_to_install('triton')} (Python below 3.12)"
 
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 

@@ -518,19 +518,25 @@ _ALIASES = {
     **{name.lower(): name for name in CHIPS},
 }
 
+_FAMILIES = {"910b": "A2", "910c": "A3"}
+"""What chips of several names are sold as: a device reports which of them it is."""
+
 
 def chip(name: str) -> Chip:
     """The chip of a name such as `910B3`, `Ascend910B3` (what a device reports) or `ascend310p3`, in any case.
 
     Raises:
         TypeError: the name is not a string.
-        ValueError: no chip has this name; the message lists those that exist, the closest first.
+        ValueError: no chip has this name; the message lists those that exist and the closest, or a whole family.
     """
     if not isinstance(name, str):
         raise TypeError(f"chip name must be a str, got {type(name).__name__}")
     key = name.strip().lower().removeprefix("ascend").lstrip(" _-")
     if key not in _ALIASES:
-        close = list(dict.fromkeys(_ALIASES[match] for match in get_close_matches(key, _ALIASES, n=6)))[:3]
+        family = _FAMILIES.get(key, key.upper())
+        close = [each.name for each in CHIPS.values() if each.family == family]
+        if not close:
+            close = list(dict.fromkeys(_ALIASES[match] for match in get_close_matches(key, _ALIASES, n=6)))[:3]
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}, got {name!r}; {hint}".rstrip("; "))
     return CHIPS[_ALIASES[key]]

@@ -50,6 +50,10 @@ def test_unknown_name_lists_chips_and_close_matches() -> None:
     with pytest.raises(ValueError, match=r"one of 310P, .*got '910B9'; did you mean 910B\d") as caught:
         chip("910B9")
     assert all(name in str(caught.value) for name in CHIPS)
+    with pytest.raises(ValueError, match=r"did you mean 910_9362 or .* or 910_9392\?$"):
+        chip("Ascend 910C")  # what an A3 is sold as
+    with pytest.raises(ValueError, match=r"did you mean 910B1 or .* or 910B4\?$"):
+        chip("A2")
     with pytest.raises(ValueError, match=r"got 'H200'$"):
         chip("H200")
     with pytest.raises(TypeError, match="chip name must be a str, got int"):
