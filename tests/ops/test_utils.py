@@ -19,7 +19,11 @@ from fla_npu.errors import ShapeError
 from fla_npu.ops import checks
 from fla_npu.ops.utils import (
     chunk_global_cumsum,
+    chunk_global_cumsum_scalar,
+    chunk_global_cumsum_vector,
     chunk_local_cumsum,
+    chunk_local_cumsum_scalar,
+    chunk_local_cumsum_vector,
     get_max_num_splits,
     pack_sequence,
     prepare_chunk_indices,
@@ -32,10 +36,13 @@ from fla_npu.ops.utils import (
     prepare_position_ids,
     prepare_sequence_ids,
     prepare_token_indices,
+    sinkhorn,
+    softplus,
     solve_tril,
     unpack_sequence,
 )
 from fla_npu.ops.utils.constant import RCP_LN2
+from fla_npu.ops.utils.softplus import softplus2
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 padding_sides = pytest.mark.parametrize("side", ["left", "right"])
@@ -190,6 +197,86 @@ def test_solve_tril_refuses():
         solve_tril(torch.zeros(2, 16, 16))
     with pytest.raises(AssertionError, match="Only batch size 1"):
         solve_tril(torch.zeros(2, 16, 1, 16), torch.tensor([0, 16]))
+
+
+# --- softplus and Sinkhorn ---
+
+
+@pytest.mark.parametrize(("fn", "base"), [(softplus, math.e), (softplus2, 2.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softplus(fn: Any, base: float, dtype: torch.dtype):
+    x = torch.cat([torch.linspace(-60, 60, 1001), torch.tensor([15.0, 20.0, 28.9, 1e30])]).to(dtype)
+    wide = x.double()
+    # log(1 + b^x) for x < 0 and x + log(1 + b^-x) above, without an overflow; log1p keeps the small ones.
+    small = torch.log1p(base ** -wide.abs()) / math.log(base)
+    got = fn(x)
+    assert got.dtype == dtype
+    # The exponent of up to 60 is rounded to half a unit; from the threshold on x itself is off by at most exp(-20).
+    limit = max(64 * torch.finfo(dtype).eps, math.exp(-20))
+    torch.testing.assert_close(got.double(), wide.clamp(min=0) + small, rtol=limit, atol=0)
+
+
+def test_softplus_has_gradients():
+    x = torch.linspace(-5, 24, 7, dtype=torch.float64, requires_grad=True)
+    for fn in (softplus, softplus2):
+        assert torch.autograd.gradcheck(fn, x)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    size=st.integers(1, 9),
+    num_iters=st.integers(1, 6),
+    strength=st.sampled_from([0.1, 1.0, 30.0]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_sinkhorn(size: int, num_iters: int, strength: float, dtype: torch.dtype):
+    logits = (strength * torch.randn(2, 3, size, size)).to(dtype).transpose(0, 1)
+    want = (logits.double() - logits.double().amax((-2, -1), keepdim=True)).exp()
+    for _ in range(num_iters):
+        want = want / want.sum(-2, keepdim=True)
+        want = want / want.sum(-1, keepdim=True)
+    got = sinkhorn(logits, num_iters)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert got.dtype == wide and got.shape == logits.shape
+    # A logit of 100 is rounded by 4e-6, and so is each of the logarithms that are taken off one after the other.
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * num_iters if wide == torch.float32 else 1e-12)
+    torch.testing.assert_close(got.sum(-1), torch.ones(3, 2, size, dtype=wide), rtol=0, atol=1e-5)
+
+
+def test_sinkhorn_has_gradients_of_any_order():
+    logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: sinkhorn(x, 4), logits)
+    assert torch.autograd.gradgradcheck(lambda x: sinkhorn(x, 4), logits)
+    assert sinkhorn(torch.zeros(0, 4, 4)).shape == (0, 4, 4)
+
+
+def test_sinkhorn_of_entries_that_are_zero():
+    logits = torch.tensor([[0.0, float("-inf")], [1.0, 2.0]], requires_grad=True)
+    y = sinkhorn(logits, 50)
+    y[0, 0].backward()
+    assert y[0, 1] == 0 and logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("logits", "num_iters", "message"),
+    [
+        (torch.zeros(2, 2).long(), 1, "floating dtype, got torch.int64"),
+        (torch.zeros(2, 3), 1, r"\[..., N, N\] with N >= 1, got \[2, 3\]"),
+        (torch.zeros(3), 1, "N >= 1"),
+        (torch.zeros(0, 0), 1, "N >= 1"),
+        (torch.zeros(2, 2), 0, "positive integer, got 0"),
+        (torch.zeros(2, 2), True, "positive integer, got True"),
+        (torch.zeros(2, 2), 1.5, "positive integer, got 1.5"),
+    ],
+)
+def test_sinkhorn_refuses(logits: torch.Tensor, num_iters: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        sinkhorn(logits, num_iters)
+
+
+def test_cumsums_have_names_for_scalars_and_vectors():
+    assert chunk_local_cumsum_scalar is chunk_local_cumsum_vector is chunk_local_cumsum
+    assert chunk_global_cumsum_scalar is chunk_global_cumsum_vector is chunk_global_cumsum
 
 
 def test_constant():

@@ -57,6 +57,11 @@ def chunk_global_cumsum(
     return _per_sequence(lambda x: _cumsum(x, 1, reverse), s, scale, cu_seqlens, output_dtype, kwargs)
 
 
+# FLA's names for one number per head, and for a vector of them. One function serves both here.
+chunk_local_cumsum_scalar = chunk_local_cumsum_vector = chunk_local_cumsum
+chunk_global_cumsum_scalar = chunk_global_cumsum_vector = chunk_global_cumsum
+
+
 def _cumsum(x: torch.Tensor, dim: int, reverse: bool) -> torch.Tensor:
     return x.flip(dim).cumsum(dim).flip(dim) if reverse else x.cumsum(dim)
 
