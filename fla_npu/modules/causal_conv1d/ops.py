@@ -426,13 +426,15 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, taps = ctx.saved_tensors
-        dx, dtaps = dy * taps[-1], torch.zeros_like(taps)
-        dtaps[-1] = (dy * x).sum((0, 1))
-        for delay in range(1, min(len(taps), x.shape[1])):
-            dx[:, :-delay].addcmul_(dy[:, delay:], taps[-1 - delay])
-            dtaps[-1 - delay] = (dy[:, delay:] * x[:, :-delay]).sum((0, 1))
+        need_x, need_taps = ctx.needs_input_grad
+        dx, dtaps = dy * taps[-1] if need_x else None, torch.zeros_like(taps) if need_taps else None
+        for delay in range(min(len(taps), x.shape[1])):
+            if dx is not None and delay:
+                dx[:, :-delay].addcmul_(dy[:, delay:], taps[-1 - delay])
+            if dtaps is not None:
+                dtaps[-1 - delay] = (dy[:, delay:] * x[:, : x.shape[1] - delay]).sum((0, 1))
         return dx, dtaps
 
 
