@@ -1,5 +1,7 @@
 """What FLA's ops are made of and other code imports, under the same paths: against definitions in float64."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -33,3 +35,28 @@ def test_recurrent_gdn_forward_in_the_order_of_fla():
     assert fused_recurrent_gated_delta_rule_fwd(*(call.get(name) for name in names[:11]))[1] is None
     with pytest.raises(ShapeError, match="g must have shape"):
         fused_recurrent_gated_delta_rule_fwd(**{**call, "g": call["g"][..., :1]})
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("gated_delta_rule.wy_fast", "recompute_w_u_fwd", "chunk_gated_delta_rule"),
+        ("gated_delta_rule.wy_fast", "prepare_wy_repr_bwd", "chunk_gated_delta_rule"),
+        ("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra", "chunk_gated_delta_rule"),
+        ("kda.chunk_fwd", "chunk_kda_fwd", "chunk_kda"),
+        ("kda.chunk_bwd", "chunk_kda_bwd", "chunk_kda"),
+        ("kda.chunk_bwd", "chunk_kda_bwd_dAv", "chunk_kda"),
+        ("kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused", "chunk_kda"),
+        ("kda.chunk_intra", "chunk_kda_fwd_intra", "chunk_kda"),
+        ("kda.chunk_intra", "chunk_kda_bwd_intra", "chunk_kda"),
+        ("kda.wy_fast", "recompute_w_u_fwd", "chunk_kda"),
+        ("kda.wy_fast", "prepare_wy_repr_bwd", "chunk_kda"),
+    ],
+)
+def test_steps_between_kernels(module: str, name: str, instead: str):
+    """The modules exist, and tell a caller of their functions what is there in place of them."""
+    found = importlib.import_module(f"fla_npu.ops.{module}")
+    with pytest.raises(ImportError, match=f"^{name} is a step .* Use fla_npu.ops.*{instead}$") as raised:
+        exec(f"from fla_npu.ops.{module} import {name}")
+    assert raised.value.name == found.__name__
+    assert not hasattr(found, "another_name")
