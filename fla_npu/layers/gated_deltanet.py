@@ -1,13 +1,11 @@
 """The Gated DeltaNet layer."""
 
-import warnings
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias, without_weight_decay
-from fla_npu.modules import FusedRMSNormGated, RMSNorm
 from fla_npu.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
@@ -76,20 +74,9 @@ class GatedDeltaNet(DeltaLayer):
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.A_log = without_weight_decay(log_uniform_rates(self.num_v_heads, low=0))
         self.dt_bias = without_weight_decay(time_step_bias(self.num_v_heads))
-        if use_short_conv:
-            self._create_short_convs()
-        else:
-            warnings.warn(
-                "use_short_conv=False: ShortConvolution is crucial to the performance, "
-                "do not turn it off unless you know what you are doing",
-                stacklevel=2,
-            )
-        self.o_norm: FusedRMSNormGated | RMSNorm
-        if use_gate:
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation=output_gate_activation)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
+        self._create_short_convs()
+        self._warn_without_short_convs()
+        self._create_output_norm(use_gate, norm_eps, output_gate_activation)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
     def attend(
@@ -111,8 +98,3 @@ class GatedDeltaNet(DeltaLayer):
             state_v_first=True,
             **options,
         )
-
-    def gated_norm(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not self.use_gate:
-            return self.o_norm(o)
-        return self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)))

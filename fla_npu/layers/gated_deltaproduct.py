@@ -1,13 +1,11 @@
 """The Gated DeltaProduct layer."""
 
-import warnings
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias, without_weight_decay
-from fla_npu.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
 from fla_npu.ops.gated_delta_product import chunk_gated_delta_product
 from fla_npu.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 from fla_npu.ops.gated_delta_rule.gate import fused_gdn_gate
@@ -77,30 +75,19 @@ class GatedDeltaProduct(DeltaLayer):
         self.use_output_gate = use_output_gate
         self.use_forget_gate = use_forget_gate
         self.num_householder = num_householder
-        sizes = self.key_dim, self.key_dim * num_householder, self.value_dim * num_householder
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, size, bias=False) for size in sizes)
+        self._create_qkv_projections()
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads * num_householder, bias=False)
         if use_forget_gate:
             self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
             self.A_log = without_weight_decay(log_uniform_rates(self.num_v_heads, low=0))
             self.dt_bias = without_weight_decay(time_step_bias(self.num_v_heads))
-        if use_short_conv:
-            self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-                ShortConvolution(size, conv_size, bias=conv_bias) for size in sizes
-            )
-        else:
-            warnings.warn(
-                "use_short_conv=False: ShortConvolution is crucial to the performance, "
-                "do not turn it off unless you know what you are doing",
-                stacklevel=2,
-            )
-        self.o_norm: FusedRMSNormGated | RMSNorm
-        if use_output_gate:
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps)
-        else:
-            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
+        self._create_short_convs()
+        self._warn_without_short_convs()
+        self._create_output_norm(use_output_gate, norm_eps)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    def _qkv_dims(self) -> tuple[int, int, int]:
+        return self.key_dim, self.key_dim * self.num_householder, self.value_dim * self.num_householder
 
     def attend(
         self, mode: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden_states: torch.Tensor, **options: Any
@@ -154,8 +141,3 @@ class GatedDeltaProduct(DeltaLayer):
             **options,
         )
         return o[:, n - 1 :: n], state
-
-    def gated_norm(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not self.use_output_gate:
-            return self.o_norm(o)
-        return self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)))

@@ -63,8 +63,7 @@ class GatedDeltaNet2(DeltaLayer):
             layer_idx=layer_idx,
         )
         self._create_qkv_projections()
-        if use_short_conv:
-            self._create_short_convs()
+        self._create_short_convs()
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False),
             nn.Linear(self.head_v_dim, self.key_dim, bias=False),
@@ -108,6 +107,3 @@ class GatedDeltaNet2(DeltaLayer):
             **options,
         )
         return o, state
-
-    def gated_norm(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)))

@@ -71,8 +71,7 @@ class KimiDeltaAttention(DeltaLayer):
         self.lower_bound = lower_bound
         self.gate_dim = self.num_v_heads * self.head_k_dim
         self._create_qkv_projections()
-        if use_short_conv:
-            self._create_short_convs()
+        self._create_short_convs()
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False),
             nn.Linear(self.head_v_dim, self.gate_dim, bias=False),
@@ -111,6 +110,3 @@ class KimiDeltaAttention(DeltaLayer):
             o, state, *_ = chunk_kda(**arguments, safe_gate=self.safe_gate)
             return o, state
         return fused_recurrent_kda(**arguments)
-
-    def gated_norm(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)))
