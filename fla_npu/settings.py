@@ -9,6 +9,8 @@
 | `FLA_NPU_TUNE` | str | `auto` | tile sizes: `auto` (stored, else shipped), `1` (stored, else tune), `0` (shipped) |
 
 Without `FLA_NPU_CACHE` it is `fla_npu` in `XDG_CACHE_HOME`, or in `~/.cache` where that is unset too.
+
+`fla_npu.backends` also reads FLA's own variables for the backends that other code registers there.
 """
 
 import os
@@ -63,6 +65,12 @@ def tuning() -> Literal["auto", "on", "off"]:
     if value not in words:
         raise ValueError(f"FLA_NPU_TUNE must be auto, 1 or 0, got {value!r}")
     return words[value]
+
+
+def fla_switch(name: str, default: bool) -> bool:
+    """Whether one of FLA's variables is on: set to anything but `0`."""
+    value = os.environ.get(name, "")
+    return value != "0" if value else default
 
 
 def tool_environment(search_first: Path | None = None) -> dict[str, str]:
