@@ -8,8 +8,14 @@ and once backward, the sum of the gradients of its input; states in a cache are 
 Parameters are DTensors: state dicts, optimizers and gradient clipping see whole tensors. The arithmetic is that of one
 device, on the local tensors. torch's `ColwiseParallel` computes on DTensors instead, projection by projection, which
 costs an all-reduce for each in backward and a dispatch for each in every decoding step.
+
+Some parameters are several tensors one below the other, each with all heads: the keys' projection of
+`GatedDeltaProduct` has one for each update of the state. No placement of DTensors says which rows of such a parameter a
+device holds, so each of its blocks becomes a parameter of its own. They lie next to each other in memory: what computes
+with them reads them as the one tensor that they are. State dicts have the one as well, by hooks.
 """
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -20,9 +26,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
 from fla_npu.layers.attn import Attention
 from fla_npu.modules import GatedMLP, ShortConvolution
+
+
+class Block(NamedTuple):
+    """Rows of a parameter that are cut by themselves, or that all devices hold."""
+
+    rows: int
+    is_cut: bool
+
+
+Blocks = Callable[[Any, int], list[Block]]
+"""The blocks, from the first row to the last, of a parameter of a layer with so many rows."""
 
 
 class Layout(NamedTuple):
@@ -30,23 +47,29 @@ class Layout(NamedTuple):
 
     `counts` are what every device gets an equal part of; they and `sizes`, multiples of them, are attributes of the
     layer. `axes` has the axis along which parameters are cut, by patterns of their names; None where all devices hold
-    the whole. `input` is the argument that all projections but one read, `output` that one, whose results are to be
-    summed.
+    the whole, and a function for rows that are cut in blocks. `input` is the argument that all projections but one
+    read, `output` that one, whose results are to be summed.
     """
 
     counts: tuple[str, ...]
     sizes: tuple[str, ...]
-    axes: dict[str, int | None]
+    axes: dict[str, int | Blocks | None]
     input: str = "hidden_states"
     output: str = "o_proj"
 
 
-DELTA_AXES: dict[str, int | None] = {
+def _updates(layer: GatedDeltaProduct, rows: int) -> list[Block]:
+    """A block for each update of the state."""
+    return [Block(rows // layer.num_householder, is_cut=True)] * layer.num_householder
+
+
+HEAD_AXES: dict[str, int | Blocks | None] = {
     "[qkvb]_proj.weight": 0,
     "[qkv]_conv1d.*": 0,
     "A_log": 0,
     "dt_bias": 0,
     "o_norm.weight": None,
+    "g_norm*.weight": None,
     "o_proj.weight": 1,
 }
 
@@ -54,17 +77,22 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
     GatedDeltaNet: Layout(
         counts=("num_heads", "num_v_heads"),
         sizes=("key_dim", "value_dim"),
-        axes={"[ag]_proj.weight": 0, **DELTA_AXES},
+        axes={"[ag]_proj.weight": 0, **HEAD_AXES},
     ),
     KimiDeltaAttention: Layout(
         counts=("num_heads", "num_v_heads"),
         sizes=("key_dim", "value_dim", "gate_dim"),
-        axes={"[fg]_proj.0.weight": None, "[fg]_proj.1.*": 0, **DELTA_AXES},
+        axes={"[fg]_proj.0.weight": None, "[fg]_proj.1.*": 0, **HEAD_AXES},
     ),
     GatedDeltaNet2: Layout(
         counts=("num_heads", "num_v_heads"),
         sizes=("key_dim", "value_dim"),
-        axes={"w_proj.weight": 0, "[fg]_proj.0.weight": None, "[fg]_proj.1.*": 0, **DELTA_AXES},
+        axes={"w_proj.weight": 0, "[fg]_proj.0.weight": None, "[fg]_proj.1.*": 0, **HEAD_AXES},
+    ),
+    GatedDeltaProduct: Layout(
+        counts=("num_heads", "num_v_heads"),
+        sizes=("key_dim", "value_dim"),
+        axes={"[kvb]_proj.weight": _updates, "[kv]_conv1d.*": _updates, "[ag]_proj.weight": 0, **HEAD_AXES},
     ),
     Attention: Layout(
         counts=("num_heads", "num_kv_heads"),
@@ -79,6 +107,17 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
         output="down_proj",
     ),
 }
+
+
+def blocks_of(layer: nn.Module) -> dict[str, list[Block]]:
+    """The blocks of those parameters of a layer, by name, that have more than one."""
+    found = {}
+    if type(layer) in LAYOUTS:
+        for name, parameter in layer.named_parameters():
+            axis = _axis(LAYOUTS[type(layer)], name)
+            if callable(axis) and len(blocks := axis(layer, parameter.shape[0])) > 1:
+                found[name] = blocks
+    return found
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -154,7 +193,7 @@ def _check(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
             )
 
 
-def _axis(layout: Layout, name: str) -> int | None:
+def _axis(layout: Layout, name: str) -> int | Blocks | None:
     for pattern, axis in layout.axes.items():
         if fnmatchcase(name, pattern):
             return axis
@@ -164,12 +203,17 @@ def _axis(layout: Layout, name: str) -> int | None:
 def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
     """The layer's parameters and sizes become those of a device, and its input and output communicate."""
     layout = LAYOUTS[type(layer)]
+    blocks = blocks_of(layer)
     for prefix, owner in layer.named_modules():
         owner._is_in_cut_layer = True
-        for name, parameter in owner.named_parameters(recurse=False):
-            axis = _axis(layout, f"{prefix}.{name}" if prefix else name)
-            placement = Replicate() if axis is None else Shard(axis)
-            owner.register_parameter(name, _distribute(parameter, mesh, placement))
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            full_name = f"{prefix}.{name}" if prefix else name
+            if full_name in blocks:
+                _cut_in_blocks(owner, name, blocks[full_name], mesh)
+            else:
+                axis = _axis(layout, full_name)
+                placement = Replicate() if axis is None else Shard(0 if callable(axis) else axis)
+                owner.register_parameter(name, _distribute(parameter, mesh, placement))
         if isinstance(owner, ShortConvolution):
             owner.hidden_size //= mesh.size()
     for size in (*layout.counts, *layout.sizes):
@@ -189,13 +233,88 @@ def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
     layer.get_submodule(layout.output).register_forward_hook(sum_output)
 
 
+def _cut_in_blocks(owner: nn.Module, name: str, blocks: list[Block], mesh: DeviceMesh) -> None:
+    """A parameter of `owner` becomes one for each of its blocks, with the block's number after its name."""
+    parameter = owner.get_parameter(name)
+    names = [f"{name}_{i}" for i in range(len(blocks))]
+    owner.register_parameter(name, None)
+    for block_name, block, rows in zip(
+        names, blocks, parameter.data.split([block.rows for block in blocks]), strict=True
+    ):
+        placement = Shard(0) if block.is_cut else Replicate()
+        owner.register_parameter(block_name, _parameter(distribute_tensor(rows, mesh, [placement]), parameter))
+    # Parts of one tensor, so that `_Joined` need not copy them. A DTensor made of such a part from the start could not
+    # be deep-copied: torch takes an offset into its memory for memory of its own.
+    parts: list[Any] = [owner.get_parameter(block_name) for block_name in names]
+    local = torch.cat([part.to_local().detach() for part in parts])
+    for part, rows in zip(parts, local.split([len(part.to_local()) for part in parts]), strict=True):
+        part._local_tensor = rows
+    if not _blocks(owner):
+        owner.register_state_dict_post_hook(_join_in_state_dict)
+        owner.register_load_state_dict_pre_hook(_cut_in_state_dict)
+    _blocks(owner)[name] = names
+
+
+def _blocks(owner: nn.Module) -> dict[str, list[str]]:
+    """The names of the blocks, by the names of the parameters that a module has in blocks."""
+    return owner.__dict__.setdefault("_names_of_blocks", {})
+
+
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    distributed = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]), parameter.requires_grad)
-    distributed.__dict__.update(parameter.__dict__)
+    return _parameter(distribute_tensor(parameter.data, mesh, [placement]), parameter)
+
+
+def _parameter(x: DTensor, origin: nn.Parameter) -> nn.Parameter:
+    """x as a parameter, with what is known of the one that it comes from."""
+    parameter = nn.Parameter(x, origin.requires_grad)
+    parameter.__dict__.update(origin.__dict__)
     # A mark that the class of a parameter has.
-    if getattr(parameter, "_no_weight_decay", False):
-        distributed._no_weight_decay = True  # type: ignore[attr-defined]
-    return distributed
+    if getattr(origin, "_no_weight_decay", False):
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def _join_in_state_dict(owner: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """The blocks of a parameter become the whole, of which every device holds some rows, whatever is in them."""
+    for name, names in _blocks(owner).items():
+        blocks = [state_dict.pop(prefix + block) for block in names]
+        mesh = blocks[0].device_mesh
+        whole = torch.cat([block.full_tensor() for block in blocks])
+        state_dict[prefix + name] = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+
+
+def _cut_in_state_dict(owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The inverse of `_join_in_state_dict`, for the whole on every device as well."""
+    for name, names in _blocks(owner).items():
+        whole = state_dict.get(prefix + name)
+        blocks: list[Any] = [owner.get_parameter(block) for block in names]
+        if whole is None or whole.shape[0] != sum(len(block) for block in blocks):
+            continue  # torch reports that it does not find the blocks
+        del state_dict[prefix + name]
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        for block_name, block, rows in zip(names, blocks, whole.split([len(b) for b in blocks]), strict=True):
+            cut = distribute_tensor(rows, block.device_mesh, block.placements, src_data_rank=None)
+            state_dict[prefix + block_name] = cut
+
+
+class _Joined(torch.autograd.Function):
+    """The tensors one below the other. Without a copy where they lie so in memory, as `_cut_in_blocks` leaves them.
+    What allocates parameters anew, such as `to_empty`, may put them elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, *blocks: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(block) for block in blocks]
+        first, end = blocks[0], blocks[0].storage_offset()
+        for block in blocks:
+            is_next = block.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            if not (is_next and block.is_contiguous() and block.storage_offset() == end):
+                return torch.cat(blocks)
+            end += block.numel()
+        return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient.split(ctx.sizes)
 
 
 class _Sum(torch.autograd.Function):
@@ -237,7 +356,7 @@ class _LocalParameters:
 
     def __init__(self, root: nn.Module) -> None:
         self._outermost: nn.Module | None = None
-        self._replaced: list[tuple[dict[str, Any], str, DTensor]] = []
+        self._replaced: list[tuple[dict[str, Any], str, DTensor | None]] = []
         for module in root.modules():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
@@ -264,6 +383,9 @@ class _LocalParameters:
                     if getattr(owner, "_is_in_cut_layer", False) and parameter.placements == (Replicate(),):
                         local = _UsedInParts.apply(local, parameter.device_mesh)
                     owner._parameters[name] = local
+            for name, names in _blocks(owner).items():
+                self._replaced.append((owner._parameters, name, None))
+                owner._parameters[name] = _Joined.apply(*(owner._parameters[block] for block in names))
 
     @torch.compiler.disable
     def _restore(self) -> None:

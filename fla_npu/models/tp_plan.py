@@ -18,7 +18,7 @@ def base_model_tp_plan() -> dict[str, str] | None:
     try:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-        from fla_npu.distributed.tensor_parallel import HeadParallel
+        from fla_npu.distributed.tensor_parallel import HeadParallel, blocks_of
     except ImportError:
         return None
     if not hasattr(TensorParallelLayer, "install_forward"):
@@ -28,6 +28,13 @@ def base_model_tp_plan() -> dict[str, str] | None:
         """The whole layer at once: names in a plan cannot tell `f_proj.0` from `f_proj.1`, which differ."""
 
         def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+            if names := blocks_of(module):
+                # It would look for them in the checkpoint under the names that they get, and not find them.
+                raise ValueError(
+                    f"transformers cannot load {type(module).__name__} onto several devices, since {', '.join(names)} "
+                    "are cut in blocks of rows: load the model without a tensor-parallel plan, then call "
+                    "fla_npu.distributed.parallelize(model, mesh)"
+                )
             return HeadParallel()._apply(module, mesh)
 
     style: Any = Heads()
