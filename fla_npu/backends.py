@@ -14,13 +14,13 @@ not in it: `fla_npu.ops.dispatch` chooses what they run on.
 import functools
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from fla_npu import settings
+from fla_npu.utils import find_spec_cached
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +61,7 @@ class BaseBackend:
     @classmethod
     def is_available(cls) -> bool:
         """Whether the package it needs is installed."""
-        return cls.package_name is None or _is_installed(cls.package_name)
+        return cls.package_name is None or find_spec_cached(cls.package_name) is not None
 
     def is_enabled(self) -> bool:
         """Whether the environment leaves it on; read with every call."""
@@ -206,11 +206,3 @@ def _of_operation(name: str) -> BackendRegistry:
 
 def _is_disabled() -> bool:
     return settings.fla_switch("FLA_DISABLE_BACKEND_DISPATCH", False)
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # the package that it is in
-        return False

@@ -6,18 +6,30 @@ Devices are looked at when a name such as `device` or `IS_NPU` is first read, ne
 import functools
 import inspect
 import logging
+import platform
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils import checkpoint as torch_checkpoint
+
+from fla_npu import settings
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
+
+FLA_VERSION = "0.6.0"
+"""The version of FLA whose interface this package has."""
 
 
 # --- comparisons --------------------------------------------------------------------------------------------------
@@ -78,22 +90,160 @@ def _torch_device() -> str:
     return {"hip": "cuda"}.get(_platform(), _platform())
 
 
+def get_available_device() -> str:
+    """The accelerator in Triton's words: `npu`, `cuda`, `hip`, `xpu`, or `cpu` for none."""
+    return _platform()
+
+
+def map_triton_backend_to_torch_device() -> str:
+    """The accelerator in PyTorch's words: `npu`, `cuda`, `xpu`, or `cpu` for none."""
+    return _torch_device()
+
+
+@functools.cache
+def get_device_capability(device_index: int = 0) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device_index)
+
+
+@functools.cache
+def get_device_arch() -> str:
+    """Architecture of the first device, such as `90`, `gfx942` or `Ascend910B3`; empty where there is none to tell."""
+    if _platform() == "cuda":
+        return "".join(map(str, get_device_capability()))
+    if _platform() == "hip":
+        return torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+    return getattr(torch, _torch_device()).get_device_name(0) if _platform() == "npu" else ""
+
+
+@functools.cache
+def get_multiprocessor_count(tensor_idx: int = 0, *, use_aicore: bool = False) -> int:
+    """Processors of a device: streaming multiprocessors, vector cores of an NPU or with `use_aicore` its AI cores; 1
+    where they cannot be told."""
+    if _torch_device() == "cuda":
+        return torch.cuda.get_device_properties(tensor_idx).multi_processor_count
+    if _platform() == "npu":
+        try:  # the driver is reached through triton-ascend
+            from fla_npu.ops.common.ascend import core_count, vector_core_count
+
+            return (core_count if use_aicore else vector_core_count)(torch.device("npu", tensor_idx))
+        except (ImportError, RuntimeError):
+            logger.debug("the number of cores is unknown", exc_info=True)
+    return 1
+
+
+@functools.cache
+def get_device_smem_optin(device_index: int = 0) -> int:
+    """Bytes of shared memory that a block may have on a GPU."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def get_all_max_shared_mem() -> list[int]:
+    """The same for every GPU; `[-1]` where there is none, NPUs included."""
+    if _torch_device() != "cuda":
+        return [-1]
+    return [get_device_smem_optin(i) for i in range(torch.cuda.device_count())]
+
+
+class Backend(Enum):
+    """Bytes of shared memory that FLA tells GPUs apart by."""
+
+    ADA = 101376
+    AMPERE = 166912
+    HOPPER = 232448
+    DEFAULT = 102400
+
+    @classmethod
+    def get_shared_memory(cls, arch: str) -> int:
+        """Of a generation, or of the default for a name that is none."""
+        return cls.__members__.get(arch.upper(), cls.DEFAULT).value
+
+
+@functools.cache
+def check_shared_mem(arch: str = "none", tensor_idx: int = 0) -> bool:
+    """Whether a GPU has as much shared memory as those of a generation; False on any other device."""
+    sizes = get_all_max_shared_mem()
+    return tensor_idx < len(sizes) and sizes[tensor_idx] >= Backend.get_shared_memory(arch)
+
+
+def custom_device_ctx(index: int | None) -> AbstractContextManager[Any]:
+    """Makes a device the current one; nothing for None, and where there is no accelerator."""
+    if index is None or _torch_device() == "cpu":
+        return nullcontext()
+    return getattr(torch, _torch_device()).device(index)
+
+
+def _is_cuda(holds: Callable[[tuple[int, int]], bool]) -> Callable[[], bool]:
+    return lambda: _platform() == "cuda" and holds(get_device_capability())
+
+
+def _has_gather() -> bool:
+    if find_spec_cached("triton") is None:
+        return False
+    import triton.language
+
+    return hasattr(triton.language, "gather")
+
+
 _LAZY: dict[str, Callable[[], Any]] = {
     "device": _torch_device,
     "device_name": _torch_device,
     "device_platform": _platform,
     "device_torch_lib": lambda: getattr(torch, _torch_device()),
+    "FLA_CI_ENV": lambda: settings.fla_switch("FLA_CI_ENV", False),
     "IS_NPU": lambda: _platform() == "npu",
-    "IS_NVIDIA": lambda: _platform() == "cuda",
     "IS_AMD": lambda: _platform() == "hip",
+    "IS_ARM": lambda: platform.machine().lower() in ("aarch64", "arm64"),
     "IS_INTEL": lambda: _platform() == "xpu",
+    "IS_INTEL_ALCHEMIST": lambda: _platform() == "xpu" and "Intel(R) Arc(TM) A" in torch.xpu.get_device_name(0),
+    "IS_NVIDIA": lambda: _platform() == "cuda",
+    "IS_NVIDIA_HOPPER": _is_cuda(lambda capability: capability[0] == 9),
+    "IS_NVIDIA_BLACKWELL": _is_cuda(lambda capability: capability[0] in (10, 12)),
+    "IS_NVIDIA_SM100": _is_cuda(lambda capability: capability[0] == 10),
+    "IS_NVIDIA_SM120": _is_cuda(lambda capability: capability == (12, 0)),
+    "IS_TF32_SUPPORTED": _is_cuda(lambda capability: capability[0] >= 8),
+    "IS_GATHER_SUPPORTED": _has_gather,
+    # Tensor descriptors are a matter of FLA's kernels for GPUs, which are not here.
+    "IS_AMD_TMA_ARCH": lambda: False,
+    "IS_TMA_SUPPORTED": lambda: False,
 }
+_LAZY |= {name.lower(): value for name, value in _LAZY.items() if name.startswith("IS_")}
+"""FLA has these in both spellings."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return _LAZY[name]()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# --- what is installed --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def find_spec_cached(name: str) -> ModuleSpec | None:
+    """Where a module would be imported from, or None; also for `a.b` where there is no `a`."""
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def check_pytorch_version(version_s: str = "2.4") -> bool:
+    """Whether PyTorch is of this version or later."""
+    return TorchVersion(torch.__version__) >= version_s
+
+
+@functools.cache
+def check_transformers_version(version_s: str) -> bool:
+    """Whether transformers is installed in this version or later."""
+    try:
+        return TorchVersion(metadata.version("transformers")) >= version_s
+    except metadata.PackageNotFoundError:
+        return False
 
 
 # --- decorators ---------------------------------------------------------------------------------------------------
@@ -194,30 +344,42 @@ def deprecate_kwarg(
     old_name: str,
     version: str,
     new_name: str | None = None,
+    warn_if_greater_or_equal_version: bool = False,
+    raise_if_greater_or_equal_version: bool = False,
     raise_if_both_names: bool = False,
     additional_message: str | None = None,
 ) -> Callable[[F], F]:
     """Warn (FutureWarning) about a keyword that goes away in `version`, and pass its value on as `new_name` if given.
 
-    With both names present the new one counts, or ValueError is raised with `raise_if_both_names`.
+    With both names present the new one counts, with a warning, or with `raise_if_both_names` an error.
+
+    From `version` of FLA on, of which `FLA_VERSION` counts as the current one, the keyword is accepted in silence; or
+    still with a warning, or not at all, with one of the next two arguments.
+
+    Raises:
+        ValueError: in a call, as above.
     """
+    is_gone = TorchVersion(FLA_VERSION) >= version
 
     def decorator(fn: F) -> F:
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if old_name in kwargs:
-                message = f"`{old_name}` of `{fn.__name__}` is deprecated and goes away in version {version}"
-                if new_name is not None:
-                    message += f": use `{new_name}`"
-                    value = kwargs.pop(old_name)
-                    if new_name in kwargs and raise_if_both_names:
-                        raise ValueError(f"pass `{new_name}` or its deprecated name `{old_name}`, not both")
-                    kwargs.setdefault(new_name, value)
-                warnings.warn(
-                    message if additional_message is None else f"{message}. {additional_message}",
-                    FutureWarning,
-                    stacklevel=2,
-                )
+            if old_name not in kwargs:
+                return fn(*args, **kwargs)
+            message = f"`{old_name}` of `{fn.__name__}` is deprecated and goes away in version {version}"
+            has_both = new_name is not None and new_name in kwargs
+            if new_name is not None:
+                message += f": use `{new_name}`"
+                value = kwargs.pop(old_name)
+                kwargs.setdefault(new_name, value)
+            if additional_message is not None:
+                message += f". {additional_message}"
+            if has_both and raise_if_both_names:
+                raise ValueError(f"pass `{new_name}` or its deprecated name `{old_name}`, not both")
+            if is_gone and raise_if_greater_or_equal_version:
+                raise ValueError(message)
+            if has_both or not is_gone or warn_if_greater_or_equal_version:
+                warnings.warn(message, FutureWarning, stacklevel=2)
             return fn(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]

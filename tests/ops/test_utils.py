@@ -6,7 +6,9 @@ import math
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,8 +327,131 @@ def test_device_names():
     assert utils.device == utils.device_name
     assert utils.device_torch_lib is getattr(torch, utils.device)
     assert [utils.IS_NPU, utils.IS_NVIDIA, utils.IS_AMD, utils.IS_INTEL].count(True) == (utils.device != "cpu")
+    assert utils.get_available_device() == utils.device_platform
+    assert utils.map_triton_backend_to_torch_device() == utils.device
     with pytest.raises(AttributeError, match="has no attribute 'IS_NPV'"):
         _ = utils.IS_NPV
+
+
+class Machine:
+    """PyTorch as it looks on another machine: its accelerator, and what the accelerator tells about itself."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: str, capability: tuple[int, int] = (0, 0), **properties: Any
+    ):
+        monkeypatch.setattr(utils, "_platform", lambda: kind)
+        monkeypatch.setattr(utils, "_torch_device", lambda: {"hip": "cuda"}.get(kind, kind))
+        for cached in ("get_device_capability", "get_device_arch", "get_multiprocessor_count", "check_shared_mem"):
+            monkeypatch.setattr(utils, cached, getattr(utils, cached).__wrapped__)
+        monkeypatch.setattr(utils, "get_device_smem_optin", utils.get_device_smem_optin.__wrapped__)
+        self.entered: list[int] = []
+        interface = SimpleNamespace(
+            get_device_capability=lambda index: capability,
+            get_device_name=lambda index: properties["name"],
+            get_device_properties=lambda index: SimpleNamespace(**properties),
+            device_count=lambda: 2,
+            device=lambda index: self.entered.append(index) or nullcontext(),
+        )
+        monkeypatch.setattr(torch, "cuda" if kind == "hip" else kind, interface, raising=False)
+
+
+FLAGS = [name for name in utils._LAZY if name.startswith("IS_") and name not in ("IS_ARM", "IS_GATHER_SUPPORTED")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "true"),
+    [
+        ("cpu", (0, 0), ""),
+        ("npu", (0, 0), "NPU"),
+        ("hip", (9, 4), "AMD"),
+        ("xpu", (0, 0), "INTEL INTEL_ALCHEMIST"),
+        ("cuda", (7, 5), "NVIDIA"),
+        ("cuda", (8, 0), "NVIDIA TF32_SUPPORTED"),
+        ("cuda", (9, 0), "NVIDIA NVIDIA_HOPPER TF32_SUPPORTED"),
+        ("cuda", (10, 0), "NVIDIA NVIDIA_BLACKWELL NVIDIA_SM100 TF32_SUPPORTED"),
+        ("cuda", (12, 0), "NVIDIA NVIDIA_BLACKWELL NVIDIA_SM120 TF32_SUPPORTED"),
+        ("cuda", (12, 1), "NVIDIA NVIDIA_BLACKWELL TF32_SUPPORTED"),
+    ],
+)
+def test_flags(kind: str, capability: tuple[int, int], true: str, monkeypatch: pytest.MonkeyPatch):
+    Machine(monkeypatch, kind, capability, name="Intel(R) Arc(TM) A770")
+    want = {f"IS_{name}" for name in true.split()}
+    assert {name for name in FLAGS if getattr(utils, name)} == want
+    assert {name for name in FLAGS if getattr(utils, name.lower())} == want
+
+
+def test_gpu(monkeypatch: pytest.MonkeyPatch):
+    machine = Machine(
+        monkeypatch, "cuda", (9, 0), multi_processor_count=132, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+    )  # fmt: skip
+    assert utils.get_device_arch() == "90" and utils.get_multiprocessor_count(1) == 132
+    assert utils.get_all_max_shared_mem() == [232448] * 2
+    assert utils.check_shared_mem() and utils.check_shared_mem("hopper", 1)
+    assert not utils.check_shared_mem("hopper", 2)  # there is none
+    with utils.custom_device_ctx(1), utils.custom_device_ctx(None):
+        assert machine.entered == [1]
+
+
+def test_gpu_of_amd(monkeypatch: pytest.MonkeyPatch):
+    Machine(monkeypatch, "hip", gcnArchName="gfx942:sramecc+", multi_processor_count=304, shared_memory_per_block=65536)
+    assert utils.get_device_arch() == "gfx942" and utils.get_multiprocessor_count() == 304
+    assert utils.get_all_max_shared_mem() == [65536] * 2 and not utils.check_shared_mem()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "npu"])
+def test_without_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """An NPU whose driver cannot be reached, as here, has one core like a CPU."""
+    machine = Machine(monkeypatch, kind, name="Ascend910B3")
+    assert utils.get_device_arch() == ("Ascend910B3" if kind == "npu" else "")
+    monkeypatch.setitem(sys.modules, "fla_npu.ops.common.ascend", None)
+    assert utils.get_multiprocessor_count() == utils.get_multiprocessor_count(use_aicore=True) == 1
+    assert utils.get_all_max_shared_mem() == [-1] and not utils.check_shared_mem()
+    with utils.custom_device_ctx(0):
+        assert machine.entered == ([0] if kind == "npu" else [])
+
+
+def test_cores_of_an_npu(monkeypatch: pytest.MonkeyPatch):
+    Machine(monkeypatch, "npu")
+    counts = SimpleNamespace(core_count=lambda device: 20 + device.index, vector_core_count=lambda device: 40)
+    monkeypatch.setattr(torch, "device", lambda kind, index: SimpleNamespace(type=kind, index=index))
+    monkeypatch.setitem(sys.modules, "fla_npu.ops.common.ascend", counts)
+    assert utils.get_multiprocessor_count(1) == 40 and utils.get_multiprocessor_count(1, use_aicore=True) == 21
+
+
+def test_shared_memory_of_generations():
+    sizes = [utils.Backend.get_shared_memory(arch) for arch in ("ada", "Ampere", "HOPPER", "none", "turing")]
+    assert sizes == [101376, 166912, 232448, 102400, 102400]
+
+
+def test_what_is_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    assert utils.check_pytorch_version() and utils.check_pytorch_version("2.13") and utils.check_pytorch_version("2.9")
+    assert not utils.check_pytorch_version("2.14")
+    utils.check_transformers_version.cache_clear()
+    monkeypatch.setattr(utils.metadata, "version", lambda name: {"transformers": "5.24.0"}[name])
+    assert utils.check_transformers_version("5.9") and not utils.check_transformers_version("5.25")
+
+    def none(name: str) -> str:
+        raise utils.metadata.PackageNotFoundError(name)
+
+    utils.check_transformers_version.cache_clear()
+    monkeypatch.setattr(utils.metadata, "version", none)
+    assert not utils.check_transformers_version("1.0")
+    utils.check_transformers_version.cache_clear()
+    assert utils.find_spec_cached("torch.nn") is not None
+    assert utils.find_spec_cached("no_such_package") is utils.find_spec_cached("no_such_package.part.of") is None
+    for installed in (None, SimpleNamespace(language=SimpleNamespace(gather=1))):
+        monkeypatch.setattr(utils, "find_spec_cached", lambda name, spec=installed: spec)
+        monkeypatch.setitem(sys.modules, "triton", installed)
+        monkeypatch.setitem(sys.modules, "triton.language", installed and installed.language)
+        assert utils.IS_GATHER_SUPPORTED is (installed is not None)
+
+
+def test_ci(monkeypatch: pytest.MonkeyPatch):
+    for value, on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("FLA_CI_ENV", value)
+        assert utils.FLA_CI_ENV is on
 
 
 class TestTensorCache:
@@ -459,6 +584,23 @@ def test_deprecate_kwarg():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert renamed(new=1) == 1
+
+
+def test_deprecate_kwarg_of_a_version_that_is_there():
+    def with_options(*options: Any) -> Any:
+        return utils.deprecate_kwarg("old", utils.FLA_VERSION, "new", *options)(lambda new=0: new)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert with_options()(old=3) == 3
+    with pytest.warns(FutureWarning, match="`old`"):
+        assert with_options(True)(old=3) == 3
+    with pytest.warns(FutureWarning, match="`old`"):
+        assert with_options()(old=3, new=4) == 4
+    with pytest.raises(ValueError, match=r"goes away in version 0.6.0: use `new`"):
+        with_options(False, True)(old=3)
+    with pytest.raises(ValueError, match="not both"):
+        with_options(False, False, True)(old=3, new=4)
 
 
 # --- fla_npu.testing ---
