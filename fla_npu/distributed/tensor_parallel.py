@@ -243,21 +243,31 @@ def _cut_in_blocks(owner: nn.Module, name: str, blocks: list[Block], mesh: Devic
     ):
         placement = Shard(0) if block.is_cut else Replicate()
         owner.register_parameter(block_name, _parameter(distribute_tensor(rows, mesh, [placement]), parameter))
-    # Parts of one tensor, so that `_Joined` need not copy them. A DTensor made of such a part from the start could not
-    # be deep-copied: torch takes an offset into its memory for memory of its own.
-    parts: list[Any] = [owner.get_parameter(block_name) for block_name in names]
-    local = torch.cat([part.to_local().detach() for part in parts])
-    for part, rows in zip(parts, local.split([len(part.to_local()) for part in parts]), strict=True):
-        part._local_tensor = rows
     if not _blocks(owner):
         owner.register_state_dict_post_hook(_join_in_state_dict)
         owner.register_load_state_dict_pre_hook(_cut_in_state_dict)
+        owner.register_load_state_dict_post_hook(_adjoin)
     _blocks(owner)[name] = names
+    _adjoin(owner)
 
 
 def _blocks(owner: nn.Module) -> dict[str, list[str]]:
     """The names of the blocks, by the names of the parameters that a module has in blocks."""
     return owner.__dict__.setdefault("_names_of_blocks", {})
+
+
+def _adjoin(owner: nn.Module, *_: Any) -> None:
+    """The blocks of each parameter move next to each other in memory, so that `_Joined` need not copy them. When they
+    are cut, and when they are loaded: they may have been allocated on another device before."""
+    for names in _blocks(owner).values():
+        blocks: list[Any] = [owner.get_parameter(block) for block in names]
+        # Otherwise the memory belongs to FSDP.
+        if all(block.device_mesh.ndim == 1 for block in blocks):
+            local = torch.cat([block.to_local().detach() for block in blocks])
+            for block, rows in zip(blocks, local.split([len(block.to_local()) for block in blocks]), strict=True):
+                # A DTensor made of such rows could not be deep-copied: torch takes an offset into the memory of a
+                # DTensor's local tensor for memory of its own.
+                block._local_tensor = rows
 
 
 def _distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -298,8 +308,7 @@ def _cut_in_state_dict(owner: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 class _Joined(torch.autograd.Function):
-    """The tensors one below the other. Without a copy where they lie so in memory, as `_cut_in_blocks` leaves them.
-    What allocates parameters anew, such as `to_empty`, may put them elsewhere."""
+    """The tensors one below the other: without a copy where they lie so in memory, as `_adjoin` leaves them."""
 
     @staticmethod
     def forward(ctx: Any, *blocks: torch.Tensor) -> torch.Tensor:

@@ -144,16 +144,24 @@ def gated_delta_product(mesh: DeviceMesh, folder: Path) -> None:
     _layers_equal(("gdp", "gdp_bare", "gdp_one"), mesh)
 
 
-def blocks_are_read_in_place(mesh: DeviceMesh, folder: Path) -> None:
-    """The rows of several updates are one tensor while the layer runs: the parameters' own memory, not a copy."""
-    _, two = pair("gdp", mesh)
+def read_in_place(two: nn.Module) -> bool:
+    """Whether what a projection reads is the memory of its blocks, not a copy."""
     read = []
-    two.k_proj.register_forward_pre_hook(lambda module, _: read.append(module.weight))
-    two(torch.randn(1, 4, HIDDEN, dtype=torch.float64))
+    with two.k_proj.register_forward_pre_hook(lambda module, _: read.append(module.weight)):
+        two(torch.randn(1, 4, HIDDEN, dtype=torch.float64))
     (weight,) = read
-    assert two.k_proj.weight is None
     parts = [block.to_local() for block in blocks(two, "k_proj.weight")]
-    assert weight.data_ptr() == parts[0].data_ptr() and torch.equal(weight, torch.cat(parts))
+    assert two.k_proj.weight is None and weight.shape == torch.cat(parts).shape
+    return weight.data_ptr() == parts[0].data_ptr()
+
+
+def blocks_are_read_in_place(mesh: DeviceMesh, folder: Path) -> None:
+    two = pair("gdp", mesh)[1]
+    assert read_in_place(two)
+    moved = copy.deepcopy(two).to_empty(device="cpu")
+    assert not read_in_place(moved)
+    moved.load_state_dict(two.state_dict())
+    assert read_in_place(moved)
 
 
 def packed_and_padded(mesh: DeviceMesh, folder: Path) -> None:
