@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fla_npu.integrations import fla_backend, transformers
-from fla_npu.integrations.imports import STAND_INS, ImportHooks, installed_elsewhere
+from fla_npu.integrations.imports import STAND_INS, ImportHooks, blocked, installed_elsewhere
 from fla_npu.integrations.report import Report, lock
 
 if TYPE_CHECKING:
@@ -177,11 +177,14 @@ def _describe(report: Report) -> None:
     else:
         report.routes["transformers"] = f"{version}: its linear-attention layers call fla_npu"
     for name, (_, interface) in STAND_INS.items():
-        if not installed_elsewhere(name):
+        if blocked(name):
+            report.skipped[name] = "somebody forbids its import: it is None in sys.modules"
+        elif not installed_elsewhere(name):
             report.routes[name] = f"not installed: the name is answered by fla_npu, with the interface of {interface}"
-    if "causal_conv1d" not in report.routes:
+    known = {*report.routes, *report.skipped}
+    if "causal_conv1d" not in known:
         report.skipped["causal_conv1d"] = "installed, for code that imports it"
-    if "fla" not in report.routes:
+    if "fla" not in known:
         version = next(filter(None, map(_version, FLA_DISTRIBUTIONS)), None) or "of unknown version"
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers and tuple(map(int, numbers.groups())) < (0, 6):

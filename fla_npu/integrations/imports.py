@@ -1,8 +1,8 @@
 """What `fla_npu.enable()` puts into Python's import system.
 
-* The names `fla` and `causal_conv1d`, when nothing else answers to them: a finder at the end of `sys.meta_path`, so a
-  package that is installed always wins. `fla` is a module of its own, for its version; everything below it is this
-  package's module of the same path, the same object.
+* The names `fla` and `causal_conv1d`, when no other finder has a package for them: one that is installed always wins. A
+  folder of that name without any module does not count: data, or what an uninstalled package has left. `fla` is a
+  module of its own, for its version; everything below it is this package's module of the same path, the same object.
 * Word of modules that were just imported, for those to be patched that come later.
 
 transformers' modeling modules and FLA's do not see the two names: they bind what they find for good, and they are
@@ -10,13 +10,14 @@ served in another way.
 """
 
 import importlib
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from fla_npu.integrations.report import lock
@@ -42,6 +43,9 @@ class _Root(ModuleType):
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__" and self.__name__ == "fla":
+            layers, models = (importlib.import_module(f"{self._target}.{part}") for part in ("layers", "models"))
+            return [*layers.__all__, *(name for name in models.__all__ if not name.endswith("Config"))]
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         target = importlib.import_module(self._target)
@@ -64,13 +68,18 @@ class _RootLoader(Loader):
         if module.__name__ == "fla":
             _mirror()
 
+    def get_resource_reader(self, fullname: str) -> Any:
+        target = importlib.import_module(self.root._target)
+        return target.__loader__.get_resource_reader(target.__name__)  # type: ignore[union-attr]
+
 
 class _TwinLoader(Loader):
     """Answers an import with a module that exists under another name, and leaves that as it was."""
 
     def __init__(self, twin: ModuleType) -> None:
         self.twin = twin
-        self.spec, self.loader = twin.__spec__, twin.__loader__
+        self.spec = twin.__spec__
+        self.loader: Any = twin.__loader__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.twin
@@ -79,6 +88,10 @@ class _TwinLoader(Loader):
         # The import system has overwritten `__spec__`, on which relative imports within the module rely.
         module.__spec__, module.__loader__ = self.spec, self.loader
         _mirror()
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For `python -m` and `runpy`."""
+        return self.loader.get_code(self.twin.__name__)
 
 
 def _mirror() -> None:
@@ -100,6 +113,8 @@ class _Installed:
         self.roots = {name: _Root(name, self.hiding) for name in STAND_INS}
         self.watched, self.imported = watched, imported
         self.active = False
+        self.aside: dict[str, ModuleType] = {}
+        """Folders without modules that were imported by a name of the stand-ins, and what is below them."""
 
     def stands_in(self, name: str) -> bool:
         return name in self.roots and sys.modules.get(name) is self.roots[name]
@@ -112,6 +127,14 @@ class _Installed:
                 if name.startswith("fla.") and module is sys.modules.get(f"fla_npu.{name.removeprefix('fla.')}"):
                     found[name] = module
         return found
+
+    def set_aside(self) -> None:
+        """Make room in `sys.modules` where an import has found a folder without modules."""
+        for root in self.roots:
+            module = sys.modules.get(root)
+            if module is not None and _is_bare_folder(module.__spec__):
+                for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
+                    self.aside.setdefault(name, sys.modules.pop(name))
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -127,12 +150,15 @@ class _Installed:
             self.hiding.on = before
             _forget_answers()
             with lock:
+                if self.active:
+                    self.set_aside()
                 for name, module in taken.items() if self.active else ():
                     sys.modules.setdefault(name, module)
 
 
-class _First(MetaPathFinder):
-    """Answers names below `fla` while that is this package, and watches imports."""
+class _Finder(MetaPathFinder):
+    """Answers `fla` and `causal_conv1d` where all others have no package, names below `fla` while that is this package,
+    and watches imports. The first one: Python's own finder has an answer for every folder."""
 
     def __init__(self, installed: _Installed) -> None:
         self.installed = installed
@@ -143,32 +169,22 @@ class _First(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.startswith("fla.") and self.installed.stands_in("fla"):
             return _twin_spec(fullname)
+        root = self.installed.roots.get(fullname)
         asked = vars(self.asking).setdefault("names", set())
-        if fullname in asked or not self.installed.watched(fullname):
+        if fullname in asked or (root is None and not self.installed.watched(fullname)):
             return None
         asked.add(fullname)  # of another finder that asks all others, too
         try:
             spec = _spec_from_others(self, fullname, path, target)
         finally:
             asked.discard(fullname)
+        if root is not None:
+            if getattr(self.installed.hiding, "on", False) or not (spec is None or _is_bare_folder(spec)):
+                return spec
+            return _root_spec(root)
         if spec is not None and spec.loader is not None:
             spec.loader = _WatchedLoader(spec.loader, self.installed)
         return spec
-
-
-class _Last(MetaPathFinder):
-    """Answers `fla` and `causal_conv1d`; asked only when no other finder does."""
-
-    def __init__(self, installed: _Installed) -> None:
-        self.installed = installed
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        root = self.installed.roots.get(fullname)
-        if root is None or getattr(self.installed.hiding, "on", False):
-            return None
-        return ModuleSpec(fullname, _RootLoader(root), origin=STAND_INS[fullname][0], is_package=True)
 
 
 class _WatchedLoader(Loader):
@@ -191,6 +207,13 @@ class _WatchedLoader(Loader):
     def __getattr__(self, name: str) -> Any:
         """What else a loader can do, such as `get_code` for `python -m`."""
         return getattr(self.loader, name)
+
+
+def _root_spec(root: _Root) -> ModuleSpec:
+    spec = ModuleSpec(root.__name__, _RootLoader(root), origin=root._target, is_package=True)
+    # Where there are modules below, for `pkgutil`; they are imported as twins.
+    spec.submodule_search_locations = list(getattr(sys.modules.get(root._target), "__path__", ()))
+    return spec
 
 
 def _twin_spec(fullname: str) -> ModuleSpec | None:
@@ -226,24 +249,26 @@ class ImportHooks:
     def __init__(self, watched: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
         self._installed = _Installed(watched, self._tell)
         self._told = imported
-        self._first, self._last = _First(self._installed), _Last(self._installed)
+        self._finder = _Finder(self._installed)
 
     def install(self) -> None:
         with lock:
             _forget_answers()
             self._installed.active = True
-            sys.meta_path.insert(0, self._first)
-            sys.meta_path.append(self._last)
+            self._installed.set_aside()
+            sys.meta_path.insert(0, self._finder)
 
     def remove(self) -> None:
         """Nothing of this is left in `sys.meta_path` and `sys.modules`; modules imported meanwhile stay usable."""
         with lock:
             self._installed.active = False
-            for finder in (self._first, self._last):
-                if finder in sys.meta_path:
-                    sys.meta_path.remove(finder)
+            if self._finder in sys.meta_path:
+                sys.meta_path.remove(self._finder)
             for name in self._installed.answered():
                 sys.modules.pop(name, None)
+            for name, module in self._installed.aside.items():
+                sys.modules.setdefault(name, module)
+            self._installed.aside.clear()
             _forget_answers()
 
     def _tell(self, module: ModuleType) -> None:
@@ -258,11 +283,31 @@ def _forget_answers() -> None:
     for name in ("is_flash_linear_attention_available", "is_causal_conv1d_available"):
         # Not kept in 4.57.
         getattr(getattr(transformers, name, None), "cache_clear", lambda: None)()
+    # Up to 5.14, layers of Mamba and Falcon-Mamba look for causal_conv1d when they are built.
+    kernels = getattr(sys.modules.get("transformers.integrations.hub_kernels"), "_KERNEL_MODULE_MAPPING", {})
+    for name in [name for name, module in kernels.items() if isinstance(module, _Root)]:
+        del kernels[name]
+
+
+def _is_bare_folder(spec: ModuleSpec | None) -> bool:
+    """Whether there is nothing to import: to Python, a folder without any module is a (namespace) package too."""
+    return (
+        spec is not None
+        and (spec.loader is None or type(spec.loader).__name__.endswith("NamespaceLoader"))
+        and not any(pkgutil.iter_modules(spec.submodule_search_locations))
+    )
 
 
 def installed_elsewhere(name: str) -> bool:
     """Whether a package of that name exists beside the stand-in."""
-    if name in sys.modules:
-        return sys.modules[name] is not None and not isinstance(sys.modules[name], _Root)
+    if sys.modules.get(name) is not None:
+        return not isinstance(sys.modules[name], _Root) and not _is_bare_folder(sys.modules[name].__spec__)
     specs = (finder.find_spec(name, None) for finder in list(sys.meta_path) if hasattr(finder, "find_spec"))
-    return any(spec is not None and not isinstance(spec.loader, _RootLoader) for spec in specs)
+    return any(
+        spec is not None and not isinstance(spec.loader, _RootLoader) and not _is_bare_folder(spec) for spec in specs
+    )
+
+
+def blocked(name: str) -> bool:
+    """Whether somebody forbids the import of a name, by None in `sys.modules`."""
+    return name in sys.modules and sys.modules[name] is None

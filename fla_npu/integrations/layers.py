@@ -15,18 +15,19 @@ devices, a cache that records the past (speculative decoding), weights that are 
 """
 
 import functools
-import gc
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
+from fla_npu.integrations.instances import instances
 from fla_npu.integrations.report import Report, lock
 from fla_npu.integrations.transformers import MODELING, OPS, SERVED_DEVICES, Hook
 from fla_npu.modules.causal_conv1d.ops import ACTIVATIONS, causal_conv1d, causal_conv1d_update
@@ -206,7 +207,8 @@ class LayerHook:
     report: Report
     _classes: dict[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     """Original -> replacement."""
-    _attached: set[ModuleType] = field(default_factory=set)
+    _attached: dict[ModuleType, ModuleSpec | None] = field(default_factory=dict)
+    """Module -> its spec, which is another one when it is loaded again."""
 
     def extend(self) -> None:
         """`attach` to every imported modeling module whose ops are served."""
@@ -219,9 +221,11 @@ class LayerHook:
         """Replace the layers that a modeling module defines, once its ops are served."""
         with lock:
             served = {p.name: p.replacement for p in self.served.patches if p.module is module and p.name in OPS}
-            if module in self._attached or not served:
+            if not served or (module in self._attached and self._attached[module] is module.__spec__):
                 return
-            self._attached.add(module)
+            # Reloading a module has given it other classes.
+            self._put_back([c for c in self._classes if c.__module__ == module.__name__])
+            self._attached[module] = module.__spec__
             if not _has_cache_states():
                 self.report.skipped[f"{module.__name__}: layers"] = "whole layers need transformers 5.22 or later"
                 return
@@ -241,19 +245,22 @@ class LayerHook:
     def undo(self) -> None:
         """Put the original classes back, in the patch mapping, in modules and in layers."""
         with lock:
-            originals = {replacement: original for original, replacement in self._classes.items()}
-            if originals:
-                mapping = _patching().get_patch_mapping()
-                _patching().unregister_patch_mapping([name for name, c in mapping.items() if c in originals])
-            for module in self._attached:
-                # transformers leaves them there when the constructor of a model raises.
-                for name in [name for name, value in list(vars(module).items()) if _is_class(value, originals)]:
-                    setattr(module, name, originals[vars(module)[name]])
-            _exchange(originals)
-            for original in self._classes:
-                _current.pop(original, None)
-            self._classes.clear()
+            self._put_back(list(self._classes))
             self._attached.clear()
+
+    def _put_back(self, classes: list[type[nn.Module]]) -> None:
+        originals = {self._classes.pop(original): original for original in classes}
+        if not originals:
+            return
+        mapping = _patching().get_patch_mapping()
+        _patching().unregister_patch_mapping([name for name, c in mapping.items() if c in originals])
+        for module in self._attached:
+            # transformers leaves them there when the constructor of a model raises.
+            for name in [name for name, value in list(vars(module).items()) if _is_class(value, originals)]:
+                setattr(module, name, originals[vars(module)[name]])
+        _exchange(originals)
+        for original in classes:
+            _current.pop(original, None)
 
     def _register(self, module: ModuleType, replacements: Mapping[type[nn.Module], type[nn.Module]]) -> None:
         for original, replacement in replacements.items():
@@ -458,7 +465,7 @@ def _is_class(value: Any, classes: Mapping[type[nn.Module], Any]) -> bool:
 def _exchange(classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
     """Change the class of all layers that exist."""
     if classes:
-        for layer in [x for x in gc.get_objects() if type(x) in classes]:
+        for layer in instances(classes.__contains__):
             layer.__class__ = classes[type(layer)]
 
 

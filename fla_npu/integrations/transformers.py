@@ -10,7 +10,6 @@ comparisons. This file imports transformers only when a hook is asked for.
 """
 
 import functools
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from fla_npu.errors import MissingExtraError
+from fla_npu.integrations.instances import instances
 from fla_npu.integrations.report import Report, lock
 
 MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
@@ -175,7 +175,7 @@ def _exchange(module: ModuleType, changes: list[tuple[str | None, Any, Any]]) ->
         for c in vars(module).values()
         if inspect.isclass(c) and issubclass(c, torch.nn.Module) and c.__module__ == module.__name__
     )
-    for layer in [x for x in gc.get_objects() if issubclass(type(x), classes)]:
+    for layer in instances(lambda cls: issubclass(cls, classes)):
         for name in {name for name, *_ in changes if name in vars(layer)}:
             held = vars(layer)[name]
             for new in [new for changed, old, new in changes if changed == name and old is held][:1]:

@@ -1,6 +1,10 @@
 """`fla_npu.enable()`: names answered, modules imported meanwhile, threads, and that nothing is left behind."""
 
-import importlib
+import importlib.resources
+import inspect
+import pickle
+import pkgutil
+import runpy
 import subprocess
 import sys
 import threading
@@ -8,9 +12,14 @@ import types
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.monkey_patching import get_patch_mapping
 
 import fla_npu
-from fla_npu.integrations import hook, transformers
+import fla_npu.layers
+import fla_npu.models
+from fla_npu.integrations import hook, layers, transformers
+from tests.e2e.models import build, modeling, text_config
 
 PATHS = [
     *(
@@ -81,9 +90,47 @@ class TestNames:
             assert fla.__version__ == "0.6.0"
             assert fla.chunk_kda is fla_npu.chunk_kda
             assert fla.layers.GatedDeltaNet is importlib.import_module("fla_npu.layers").GatedDeltaNet
-            assert importlib.util.find_spec("fla").submodule_search_locations == []
+            assert importlib.util.find_spec("fla").submodule_search_locations == fla_npu.__path__
             available = _is_package_available("fla")
             assert available[0] if isinstance(available, tuple) else available
+
+    def test_tools_find_their_way(self, monkeypatch):
+        """`import *`, `pkgutil`, `runpy`, resources, sources and pickles."""
+        with fla_npu.enabled():
+            import fla.layers
+
+            for module in ("fla", "fla.ops"):
+                names: dict = {}
+                exec(f"from {module} import *", names)
+                expected = set(importlib.import_module("fla_npu.ops").__all__)
+                if module == "fla":
+                    exported = fla_npu.layers.__all__ + fla_npu.models.__all__
+                    expected = {name for name in exported if not name.endswith("Config")}
+                assert names.keys() - {"__builtins__"} == expected
+            below = {module.name for module in pkgutil.iter_modules(fla.__path__, "fla.")}
+            assert {"fla.ops", "fla.layers", "fla.modules", "fla.models", "fla.utils"} <= below
+            walked = {module.name for module in pkgutil.walk_packages(fla.ops.__path__, "fla.ops.")}
+            assert {"fla.ops.kda", "fla.ops.kda.chunk"} <= walked
+            monkeypatch.delitem(sys.modules, "fla_npu.assets.stdlib_text", raising=False)
+            assert runpy.run_module("fla.assets.stdlib_text")["__name__"] == "fla.assets.stdlib_text"
+            typed = importlib.resources.files("fla") / "py.typed"
+            assert typed.is_file() and importlib.resources.files("fla.ops").joinpath("checks.py").is_file()
+            assert "def chunk_kda(" in inspect.getsource(importlib.import_module("fla.ops.kda.chunk"))
+            # What FLA has pickled is found here; what is pickled here needs no `fla`.
+            assert pickle.loads(b"cfla.layers.gated_deltanet\nGatedDeltaNet\n.") is fla.layers.GatedDeltaNet
+            written = pickle.dumps(fla.layers.GatedDeltaNet)
+        assert pickle.loads(written) is fla_npu.layers.GatedDeltaNet
+
+    def test_a_name_that_is_blocked_stays_so(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "fla", None)
+        with fla_npu.enabled() as report:
+            assert "fla" not in report.routes and "None in sys.modules" in report.skipped["fla"]
+            for name in ("fla", "fla.ops"):
+                with pytest.raises(ModuleNotFoundError, match="fla"):
+                    importlib.import_module(name)
+            with hook._active.imports._installed.hidden():
+                pass
+        assert sys.modules["fla"] is None
 
     def test_what_is_missing_stays_missing(self):
         with fla_npu.enabled():
@@ -124,6 +171,36 @@ class TestNames:
         assert imported("fla") == {"fla", "fla.ops"}
         del sys.modules["fla"], sys.modules["fla.ops"]
 
+    @pytest.mark.parametrize("imported_before", [False, True])
+    def test_a_folder_without_modules_is_no_package(self, tmp_path, monkeypatch, imported_before):
+        """A folder of data, or what an uninstalled package has left: Python takes it for a namespace package."""
+        for name in ("fla", "causal_conv1d"):
+            (tmp_path / name / "ops" / "__pycache__").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path)
+        folders = {name: importlib.import_module(name) for name in ("fla", "fla.ops") if imported_before}
+        report = fla_npu.enable()
+        assert {"fla", "causal_conv1d"} <= set(report.routes)
+        assert importlib.import_module("fla.ops.kda") is fla_npu.ops.kda
+        with hook._active.imports._installed.hidden():
+            # As a modeling module does.
+            assert not hasattr(importlib.import_module("fla"), "__version__")
+        assert importlib.import_module("fla").__version__ and importlib.import_module("causal_conv1d").__version__
+        fla_npu.disable()
+        assert {name: sys.modules[name] for name in folders} == folders
+        assert not hasattr(importlib.import_module("fla"), "__version__")
+        for name in imported("fla") | imported("causal_conv1d"):
+            del sys.modules[name]
+
+    def test_a_folder_with_modules_is_one(self, tmp_path, monkeypatch):
+        (tmp_path / "fla" / "ops").mkdir(parents=True)
+        (tmp_path / "fla" / "ops" / "__init__.py").write_text("mine = True\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with fla_npu.enabled() as report:
+            assert "fla" not in report.routes and importlib.import_module("fla.ops").mine
+            fla_npu.enable()
+        assert imported("fla") == {"fla", "fla.ops"}
+        del sys.modules["fla"], sys.modules["fla.ops"]
+
     def test_transformers_does_not_remember_the_stand_ins(self, monkeypatch):
         """It asks for them where it finds a GPU, or an NPU that calls itself one, and keeps the answer."""
         from transformers.utils import import_utils
@@ -141,6 +218,22 @@ class TestNames:
                 assert answers() == [False, False]
             assert answers() == [True, True]
         assert answers() == [False, False]
+
+    def test_transformers_does_not_keep_the_stand_ins_as_kernels(self, monkeypatch):
+        """Up to 5.14, layers of Mamba ask for causal_conv1d in this way."""
+        from transformers.integrations import hub_kernels
+        from transformers.utils import import_utils
+
+        monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
+        monkeypatch.setitem(hub_kernels._HUB_KERNEL_MAPPING, "causal-conv1d", {"repo_id": "none"})
+        other = types.ModuleType("other")
+        monkeypatch.setitem(hub_kernels._KERNEL_MODULE_MAPPING, "other", other)
+        before = dict(hub_kernels._KERNEL_MODULE_MAPPING)
+        import_utils.is_causal_conv1d_available.cache_clear()
+        with fla_npu.enabled():
+            assert hasattr(hub_kernels.lazy_load_kernel("causal-conv1d"), "causal_conv1d_fn")
+        assert before == hub_kernels._KERNEL_MODULE_MAPPING
+        import_utils.is_causal_conv1d_available.cache_clear()
 
     def test_a_real_package_is_named_in_the_report(self, tmp_path, monkeypatch):
         for name in ("fla", "causal_conv1d"):
@@ -197,6 +290,60 @@ class TestModulesImportedMeanwhile:
         assert module.torch_chunk_gated_delta_rule.__code__.co_filename == transformers.__file__
         fla_npu.disable()
         assert module.torch_chunk_gated_delta_rule.__code__.co_filename != transformers.__file__
+
+    def test_leave_nothing_of_this_package_in_transformers(self):
+        """Also in its maps and in what its functions have closed over."""
+        code = """
+import sys, fla_npu
+fla_npu.enable(layers=True)
+import torch
+from tests.tiny_models import tiny_model
+for family in ("Qwen3_5", "KimiLinear"):
+    tiny_model(family)(torch.ones(1, 5, dtype=torch.long))
+assert fla_npu.enable().calls
+fla_npu.disable()
+
+seen, todo = {}, [(name, m) for name, m in list(sys.modules.items()) if name.partition(".")[0] == "transformers"]
+while todo:
+    path, value = todo.pop()
+    if id(value) in seen:
+        continue
+    seen[id(value)] = value
+    code, module = getattr(value, "__code__", None), getattr(value, "__module__", "")
+    where = f"{type(value).__module__} {module} {getattr(value, '__name__', '')} {getattr(code, 'co_filename', '')}"
+    assert "fla_npu" not in where, path
+    if isinstance(value, dict):
+        inner = [x for item in dict.items(value) for x in item]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = list(value)
+    elif code is not None:
+        inner = [cell.cell_contents for cell in value.__closure__ or () if cell != type(cell)()]
+    else:
+        inner = [dict(vars(value))] if "transformers" in where and hasattr(value, "__dict__") else []
+    todo += [(f"{path} -> {type(x).__name__}", x) for x in inner if not isinstance(x, type(sys))]
+print(len(seen))
+"""
+        assert int(run(code)[-1]) > 10000
+
+    @pytest.mark.skipif(not layers._has_cache_states(), reason="whole layers need transformers 5.22")
+    def test_are_served_whole_again_after_a_reload(self):
+        module = modeling("qwen3_5")
+        old, model = module.Qwen3_5GatedDeltaNet, build("qwen3_5")
+        layer = next(m for m in model.modules() if type(m) is old)
+        report = fla_npu.enable(layers=True)
+        importlib.reload(module)
+        new = module.Qwen3_5GatedDeltaNet
+        assert new is not old and type(layer) is old
+        later = AutoModelForCausalLM.from_config(text_config("qwen3_5"))
+        assert any(isinstance(m, new) and type(m) is not new for m in later.modules())
+        with torch.inference_mode():
+            later(torch.ones(1, 5, dtype=torch.long))
+            assert report.calls["Qwen3_5GatedDeltaNet"] == report.calls["chunk_gated_delta_rule"] == 3
+            model(torch.ones(1, 5, dtype=torch.long))  # its class is the former one, whose module is the same
+            assert report.calls["Qwen3_5GatedDeltaNet"] == 3 and report.calls["chunk_gated_delta_rule"] == 6
+        fla_npu.disable()
+        assert module.Qwen3_5GatedDeltaNet is new and any(type(m) is new for m in later.modules())
+        assert not get_patch_mapping()
 
     def test_have_loaders_that_can_what_others_can(self, forgotten_modeling_module):
         """`python -m` and debuggers ask for more than to load."""
@@ -355,7 +502,7 @@ def test_a_finder_that_enables_while_enabling(monkeypatch):
     path = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", [Enables(), *path])
     report = fla_npu.enable()
-    assert [type(finder).__name__ for finder in sys.meta_path].count("_First") == 1
+    assert [type(finder).__name__ for finder in sys.meta_path].count("_Finder") == 1
     assert fla_npu.enable() is report
     fla_npu.disable()
     assert sys.meta_path[1:] == path

@@ -280,6 +280,21 @@ class TestRestoring:
             assert layer() is None
 
 
+def test_layers_that_gc_freeze_has_put_aside():
+    """What servers do once a model is loaded: `gc.get_objects()` does not list it any more."""
+    model = build(NAME)
+    held = {"deep": [(model,)]}
+    del model
+    gc.collect()
+    gc.freeze()
+    try:
+        with fla_npu.enabled(layers=True):
+            assert is_whole(mixer(held["deep"][0][0]))
+        assert not is_whole(mixer(held["deep"][0][0]))
+    finally:
+        gc.unfreeze()
+
+
 def test_hooks_on_submodules_are_called():
     """LoRA, quantisation and offloading work by them."""
     layer, called = mixer(build(NAME)), []

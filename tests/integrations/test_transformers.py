@@ -377,6 +377,16 @@ class TestUpTo514:
             assert pickle.loads(pickled)() == [True] * 4
         assert pickle.loads(pickled)() == [False] * 4
 
+    def test_layers_that_gc_freeze_has_put_aside(self, module):
+        layer = module.OldenGatedDeltaNet()
+        gc.freeze()
+        try:
+            with fla_npu.enabled():
+                assert layer() == [True] * 4
+            assert layer() == [False] * 4
+        finally:
+            gc.unfreeze()
+
     def test_leaves_no_layer_alive(self, module):
         layer = module.OldenGatedDeltaNet()
         with fla_npu.enabled():
