@@ -11,6 +11,9 @@ __all__ = [
     "GatedDeltaNetConfig",
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetModel",
+    "GatedDeltaProductConfig",
+    "GatedDeltaProductForCausalLM",
+    "GatedDeltaProductModel",
     "KDAConfig",
     "KDAForCausalLM",
     "KDAModel",
@@ -18,6 +21,11 @@ __all__ = [
 
 try:
     from fla_npu.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, GatedDeltaNetModel
+    from fla_npu.models.gated_deltaproduct import (
+        GatedDeltaProductConfig,
+        GatedDeltaProductForCausalLM,
+        GatedDeltaProductModel,
+    )
     from fla_npu.models.kda import KDAConfig, KDAForCausalLM, KDAModel
 except ImportError as error:
     _reason = error

@@ -80,22 +80,24 @@ def get_attention_spec(attn: AttentionConfig, *, layer_idx: int) -> dict[str, An
     return next((spec for spec in specs if layer_idx in spec["layers"]), None)
 
 
-class DeltaConfig(PretrainedConfig):
-    """Fields of `GatedDeltaNetConfig` and `KDAConfig`; those of the layer and the model they are given to.
+class FLAConfig(PretrainedConfig):
+    """Fields of the configurations of all families; those of the layer and the model they are given to.
 
     Args:
         attn_mode: `mode` of the layers.
         hidden_size, hidden_ratio, intermediate_size, hidden_act: of the layers and of `GatedMLP`.
-        expand_v, use_short_conv, allow_neg_eigval, conv_size, head_dim, num_heads, num_v_heads: of the layers.
+        expand_v, use_short_conv, conv_size, num_heads: of the layers.
         max_position_embeddings: of the softmax attention.
         num_hidden_layers: how many layers.
         norm_eps: of all norms.
         attn: layers with softmax attention in place of the recurrent layer, see `AttentionConfig`.
         use_cache: return a cache outside training.
         initializer_range: standard deviation of initial weights.
-        fuse_norm: accepted for FLA's sake, the result is the same.
-        fuse_swiglu: as in `GatedMLP`.
+        fuse_norm, fuse_swiglu: accepted for FLA's sake, the results are the same. Where the layer has a `fuse_norm` of
+            its own, it gets this one.
         fuse_cross_entropy: the loss keeps no fp32 copy of the logits.
+        fuse_linear_cross_entropy: the loss is computed without ever holding all logits; excludes `fuse_cross_entropy`.
+            None in a family that has no such field.
         use_l2warp: add the gradient of `l2_warp` to that of the loss.
         attnres_block_size: attention over the residual stream, https://arxiv.org/abs/2603.15031: sub-layers per block.
 
@@ -113,11 +115,8 @@ class DeltaConfig(PretrainedConfig):
         hidden_size: int,
         expand_v: float,
         use_short_conv: bool,
-        allow_neg_eigval: bool,
         conv_size: int,
-        head_dim: int,
         num_heads: int,
-        num_v_heads: int | None,
         max_position_embeddings: int,
         hidden_ratio: int | None,
         intermediate_size: int | None,
@@ -133,19 +132,26 @@ class DeltaConfig(PretrainedConfig):
         use_l2warp: bool,
         vocab_size: int,
         attnres_block_size: int | None,
+        fuse_linear_cross_entropy: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if attnres_block_size not in (None, 1) and (attnres_block_size < 2 or attnres_block_size % 2):
             raise ValueError(f"attnres_block_size must be None, 1 or an even number, got {attnres_block_size}")
+        if fuse_linear_cross_entropy is not None:
+            self.fuse_linear_cross_entropy = fuse_linear_cross_entropy
+        if fuse_linear_cross_entropy:
+            if fuse_cross_entropy:
+                raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be True")
+            warnings.warn(
+                "fuse_linear_cross_entropy saves memory; gradients of 16-bit weights are rounded once more",
+                stacklevel=4,
+            )
         self.attn_mode = attn_mode
         self.hidden_size = hidden_size
         self.expand_v = expand_v
         self.use_short_conv = use_short_conv
-        self.allow_neg_eigval = allow_neg_eigval
         self.conv_size = conv_size
-        self.head_dim = head_dim
         self.num_heads = num_heads
-        self.num_v_heads = num_v_heads
         self.max_position_embeddings = max_position_embeddings
         self.hidden_ratio = hidden_ratio
         self.intermediate_size = intermediate_size
@@ -171,13 +177,3 @@ class DeltaConfig(PretrainedConfig):
     @attn.setter
     def attn(self, value: AttentionConfig) -> None:
         self.__dict__["attn"] = parse_attention_config(value, num_hidden_layers=self.num_hidden_layers)
-
-
-def check_losses(fuse_cross_entropy: bool, fuse_linear_cross_entropy: bool) -> None:
-    """ValueError if both are asked for; a warning about the precision of the second, as in FLA."""
-    if fuse_cross_entropy and fuse_linear_cross_entropy:
-        raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be True")
-    if fuse_linear_cross_entropy:
-        warnings.warn(
-            "fuse_linear_cross_entropy saves memory; gradients of 16-bit weights are rounded once more", stacklevel=4
-        )

@@ -17,7 +17,7 @@ from fla_npu.layers.attn import Attention
 from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias
 from fla_npu.models.attnres import attention_residual
 from fla_npu.models.cache_utils import Cache
-from fla_npu.models.configuration_utils import DeltaConfig, get_attention_spec
+from fla_npu.models.configuration_utils import FLAConfig, get_attention_spec
 from fla_npu.models.generation_utils import FLAGenerationMixin
 from fla_npu.modules import FusedCrossEntropyLoss, FusedLinearCrossEntropyLoss, GatedMLP, RMSNorm
 from fla_npu.modules.l2warp import l2_warp
@@ -28,7 +28,7 @@ CACHE = "cache" if "cache" in {f.name for f in dataclasses.fields(BaseModelOutpu
 """What transformers calls the cache in outputs, and `generate` in its calls."""
 
 
-def get_attention(config: DeltaConfig, layer_idx: int) -> Attention | None:
+def get_attention(config: FLAConfig, layer_idx: int) -> Attention | None:
     """The softmax attention that `config.attn` wants in a layer, or None."""
     spec = get_attention_spec(config.attn, layer_idx=layer_idx)
     if spec is None:
@@ -45,17 +45,17 @@ def get_attention(config: DeltaConfig, layer_idx: int) -> Attention | None:
     )
 
 
-def residual_parameters(config: DeltaConfig) -> tuple[nn.Linear, nn.RMSNorm]:
+def residual_parameters(config: FLAConfig) -> tuple[nn.Linear, nn.RMSNorm]:
     """Query and norm of an attention residual; queries start at zero, where all residuals weigh the same."""
     query = nn.Linear(config.hidden_size, 1, bias=False)
     query._is_attnres_proj = True  # type: ignore[assignment]
     return query, nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
 
 
-class DeltaBlock(GradientCheckpointingLayer):
+class FLABlock(GradientCheckpointingLayer):
     """A token mixer and a gated feed-forward network, each after a norm and around a residual stream."""
 
-    def __init__(self, config: DeltaConfig, layer_idx: int) -> None:
+    def __init__(self, config: FLAConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -75,7 +75,7 @@ class DeltaBlock(GradientCheckpointingLayer):
 
     @staticmethod
     @abstractmethod
-    def mixer(config: Any, layer_idx: int) -> DeltaLayer:
+    def mixer(config: Any, layer_idx: int) -> nn.Module:
         """The family's layer."""
 
     def forward(
@@ -138,7 +138,7 @@ class DeltaBlock(GradientCheckpointingLayer):
 class FLAPreTrainedModel(PreTrainedModel):
     """How parameters start, and where transformers finds embeddings and blocks."""
 
-    config_class: type[DeltaConfig]
+    config_class: type[FLAConfig]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _input_embed_layer = "embeddings"
@@ -149,7 +149,7 @@ class FLAPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, DeltaLayer):
+        if isinstance(module, DeltaLayer) and hasattr(module, "A_log"):
             layer: Any = module
             low = self._lowest_rate(layer)
             rates = torch.zeros_like(layer.A_log) if low is None else log_uniform_rates(layer.A_log.numel(), low)
@@ -169,7 +169,7 @@ class FLAPreTrainedModel(PreTrainedModel):
 
     def _lowest_rate(self, layer: Any) -> float | None:
         """Initial decay rates are uniform between this and 16; all 1 for None."""
-        raise NotImplementedError
+        return 0.0
 
 
 def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -181,9 +181,9 @@ def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
 class FLAModel(FLAPreTrainedModel):
     """Embeddings, blocks and a final norm."""
 
-    block: ClassVar[type[DeltaBlock]]
+    block: ClassVar[type[FLABlock]]
 
-    def __init__(self, config: DeltaConfig) -> None:
+    def __init__(self, config: FLAConfig) -> None:
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -222,7 +222,8 @@ class FLAModel(FLAPreTrainedModel):
                 in FLA.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`; training with attention residuals and
+                reentrant gradient checkpoints, which lose the gradients of tensors in lists.
             TypeError: a cache of another library.
         """
         past_key_values = _given_cache(past_key_values, kwargs)
@@ -237,6 +238,8 @@ class FLAModel(FLAPreTrainedModel):
         if use_cache and self.gradient_checkpointing and self.training:
             logger.warning("use_cache=True is ignored: gradient checkpointing would run every layer twice on the cache")
             use_cache, past_key_values = False, None
+        if self.config.attnres_block_size is not None:
+            self._refuse_reentrant_checkpoints()
         if use_cache and not isinstance(past_key_values, Cache):
             past_key_values = Cache.from_legacy_cache(past_key_values)
 
@@ -272,6 +275,19 @@ class FLAModel(FLAPreTrainedModel):
         )
         return output if _returns_dict(self, return_dict) else output.to_tuple()
 
+    def _refuse_reentrant_checkpoints(self) -> None:
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        for layer in self.layers:
+            # transformers keeps torch's `checkpoint` here with the options it was enabled with.
+            options = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
+            # torch takes None, its default, for True.
+            if layer.gradient_checkpointing and options.get("use_reentrant") is not False:
+                raise ValueError(
+                    "attnres_block_size does not go with reentrant gradient checkpoints, which lose gradients: call "
+                    "gradient_checkpointing_enable({'use_reentrant': False})"
+                )
+
 
 class FLAForCausalLM(FLAPreTrainedModel, FLAGenerationMixin):
     """A model with a head that predicts the next token."""
@@ -279,7 +295,7 @@ class FLAForCausalLM(FLAPreTrainedModel, FLAGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
     model_class: ClassVar[type[FLAModel]]
 
-    def __init__(self, config: DeltaConfig) -> None:
+    def __init__(self, config: FLAConfig) -> None:
         super().__init__(config)
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size

@@ -5,15 +5,12 @@ import inspect
 import pytest
 from transformers import AutoConfig
 
-from fla_npu.models import GatedDeltaNetConfig, KDAConfig
+from fla_npu.models import GatedDeltaNetConfig, GatedDeltaProductConfig, KDAConfig
 from fla_npu.models.configuration_utils import get_attention_spec
 
 SHARED = {
     "attn_mode": "chunk",
     "hidden_size": 2048,
-    "num_v_heads": None,
-    "use_short_conv": True,
-    "allow_neg_eigval": False,
     "conv_size": 4,
     "max_position_embeddings": 2048,
     "hidden_ratio": 4,
@@ -34,24 +31,46 @@ SHARED = {
     "vocab_size": 32000,
     "attnres_block_size": None,
 }
+DELTA = {"use_short_conv": True, "allow_neg_eigval": False}
 OWN = {
-    GatedDeltaNetConfig: {
+    GatedDeltaNetConfig: DELTA
+    | {
         "head_dim": 256,
         "num_heads": 6,
+        "num_v_heads": None,
         "expand_v": 2.0,
         "num_hidden_layers": 21,
         "use_gate": True,
         "output_gate_activation": "swish",
         "fuse_linear_cross_entropy": False,
     },
-    KDAConfig: {
+    GatedDeltaProductConfig: DELTA
+    | {
+        "head_dim": 256,
+        "num_heads": 6,
+        "expand_v": 2.0,
+        "num_hidden_layers": 21,
+        "use_output_gate": True,
+        "use_forget_gate": False,
+        "num_householder": 1,
+        "fuse_linear_cross_entropy": False,
+    },
+    KDAConfig: DELTA
+    | {
         "head_dim": 128,
         "num_heads": 16,
+        "num_v_heads": None,
         "expand_v": 1.0,
         "num_hidden_layers": 24,
         "safe_gate": False,
         "lower_bound": None,
     },
+}
+
+TYPES = {
+    GatedDeltaNetConfig: "gated_deltanet",
+    GatedDeltaProductConfig: "gated_deltaproduct",
+    KDAConfig: "kda",
 }
 
 
@@ -62,7 +81,7 @@ def test_fields_and_defaults(family):
     assert defaults == {**SHARED, **OWN[family]}
     fields = family().to_dict()
     assert {name: fields[name] for name in defaults} == defaults
-    assert family.model_type == {"GatedDeltaNetConfig": "gated_deltanet", "KDAConfig": "kda"}[family.__name__]
+    assert family.model_type == TYPES[family]
 
 
 @pytest.mark.parametrize("family", OWN)

@@ -4,15 +4,13 @@ from typing import Any
 
 import torch
 
-from fla_npu.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, KDAConfig, KDAForCausalLM
+from fla_npu.models import GatedDeltaNetForCausalLM, GatedDeltaProductForCausalLM, KDAForCausalLM
+from fla_npu.models.configuration_utils import FLAConfig
 from fla_npu.utils import get_err_ratio
 
 VOCABULARY = 61
 SIZES = {
     "hidden_size": 32,
-    "head_dim": 8,
-    "num_heads": 2,
-    "num_v_heads": 4,
     "num_hidden_layers": 3,
     "vocab_size": VOCABULARY,
     "intermediate_size": 48,
@@ -21,14 +19,27 @@ SIZES = {
 ATTENTION = {"layers": [1], "num_heads": 4, "num_kv_heads": 2}
 WINDOW = {"layers": [0, 2], "num_heads": 2, "window_size": 5}
 
-KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "gdn": (GatedDeltaNetForCausalLM, {}),
-    "gdn hybrid": (GatedDeltaNetForCausalLM, {"attn": ATTENTION, "expand_v": 1.0}),
-    "gdn window": (GatedDeltaNetForCausalLM, {"attn": [WINDOW, ATTENTION]}),
-    "kda": (KDAForCausalLM, {}),
-    "kda hybrid": (KDAForCausalLM, {"attn": ATTENTION, "safe_gate": True, "lower_bound": -5.0}),
-    "kda residuals": (KDAForCausalLM, {"attnres_block_size": 2}),
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gdn": (GatedDeltaNetForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
+    "kda": (KDAForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
+    "product": (
+        GatedDeltaProductForCausalLM,
+        {"head_dim": 8, "num_heads": 2, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
+    ),
 }
+"""The class and the sizes of its layers."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gdn": {},
+    "gdn hybrid": {"attn": ATTENTION, "expand_v": 1.0},
+    "gdn window": {"attn": [WINDOW, ATTENTION]},
+    "kda": {},
+    "kda hybrid": {"attn": ATTENTION, "safe_gate": True, "lower_bound": -5.0},
+    "kda residuals": {"attnres_block_size": 2},
+    "product": {},
+    "product hybrid": {"attn": ATTENTION, "use_forget_gate": False},
+}
+"""The first word is the family."""
 
 ROUNDING = 2e-5
 """Of the root mean square of logits: fp32 through three layers whose sums have up to 64 terms, in two orders. Measured:
@@ -36,14 +47,18 @@ up to 2e-6."""
 
 
 def make(kind: str, seed: int = 0, **options: Any) -> Any:
+    configuration = config(kind, **options)
     torch.manual_seed(seed)
-    family, fields = KINDS[kind]
-    return family(family.config_class(**{**SIZES, **fields, **options})).eval()
+    return family(kind)(configuration).eval()
 
 
-def config(kind: str, **options: Any) -> GatedDeltaNetConfig | KDAConfig:
-    family, fields = KINDS[kind]
-    return family.config_class(**{**SIZES, **fields, **options})
+def family(kind: str) -> Any:
+    return FAMILIES[kind.split()[0]][0]
+
+
+def config(kind: str, **options: Any) -> FLAConfig:
+    sizes = FAMILIES[kind.split()[0]][1]
+    return family(kind).config_class(**{**SIZES, **sizes, **KINDS[kind], **options})
 
 
 def tokens(batch: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:

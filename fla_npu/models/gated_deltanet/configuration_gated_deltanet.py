@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from fla_npu.models.configuration_utils import AttentionConfig, DeltaConfig, check_losses
+from fla_npu.models.configuration_utils import AttentionConfig, FLAConfig
 
 
-class GatedDeltaNetConfig(DeltaConfig):
-    """FLA's fields and defaults; see `DeltaConfig`, and for `use_gate` and `output_gate_activation` the layer.
-
-    `fuse_linear_cross_entropy` computes the loss without ever holding all logits; it excludes `fuse_cross_entropy`.
-    """
+class GatedDeltaNetConfig(FLAConfig):
+    """FLA's fields and defaults; see `FLAConfig`, and for the others the layer."""
 
     model_type = "gated_deltanet"
 
@@ -52,20 +49,18 @@ class GatedDeltaNetConfig(DeltaConfig):
             raise ValueError(
                 f"output_gate_activation must be 'swish', 'silu', or 'sigmoid', got {output_gate_activation!r}"
             )
-        check_losses(fuse_cross_entropy, fuse_linear_cross_entropy)
         self.use_gate = use_gate
         self.output_gate_activation = output_gate_activation
-        self.fuse_linear_cross_entropy = fuse_linear_cross_entropy
+        self.allow_neg_eigval = allow_neg_eigval
+        self.head_dim = head_dim
+        self.num_v_heads = num_v_heads
         super().__init__(
             attn_mode=attn_mode,
             hidden_size=hidden_size,
             expand_v=expand_v,
             use_short_conv=use_short_conv,
-            allow_neg_eigval=allow_neg_eigval,
             conv_size=conv_size,
-            head_dim=head_dim,
             num_heads=num_heads,
-            num_v_heads=num_v_heads,
             max_position_embeddings=max_position_embeddings,
             hidden_ratio=hidden_ratio,
             intermediate_size=intermediate_size,
@@ -82,6 +77,7 @@ class GatedDeltaNetConfig(DeltaConfig):
             fuse_norm=fuse_norm,
             fuse_swiglu=fuse_swiglu,
             fuse_cross_entropy=fuse_cross_entropy,
+            fuse_linear_cross_entropy=fuse_linear_cross_entropy,
             use_l2warp=use_l2warp,
             vocab_size=vocab_size,
             attnres_block_size=attnres_block_size,

@@ -2,10 +2,10 @@
 
 from fla_npu.layers.gated_deltanet import GatedDeltaNet
 from fla_npu.models.gated_deltanet.configuration_gated_deltanet import GatedDeltaNetConfig
-from fla_npu.models.modeling_utils import DeltaBlock, FLAForCausalLM, FLAModel, FLAPreTrainedModel
+from fla_npu.models.modeling_utils import FLABlock, FLAForCausalLM, FLAModel, FLAPreTrainedModel
 
 
-class GatedDeltaNetBlock(DeltaBlock):
+class GatedDeltaNetBlock(FLABlock):
     """A block with a `GatedDeltaNet` layer."""
 
     @staticmethod
@@ -30,9 +30,6 @@ class GatedDeltaNetBlock(DeltaBlock):
 class GatedDeltaNetPreTrainedModel(FLAPreTrainedModel):
     config_class = GatedDeltaNetConfig
     _no_split_modules = ["GatedDeltaNetBlock"]  # noqa: RUF012
-
-    def _lowest_rate(self, layer: GatedDeltaNet) -> float | None:
-        return 0.0
 
 
 class GatedDeltaNetModel(GatedDeltaNetPreTrainedModel, FLAModel):

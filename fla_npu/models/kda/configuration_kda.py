@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from fla_npu.models.configuration_utils import AttentionConfig, DeltaConfig
+from fla_npu.models.configuration_utils import AttentionConfig, FLAConfig
 
 
-class KDAConfig(DeltaConfig):
-    """FLA's fields and defaults; see `DeltaConfig`, and for `safe_gate` and `lower_bound` the layer.
+class KDAConfig(FLAConfig):
+    """FLA's fields and defaults; see `FLAConfig`, and for `safe_gate` and `lower_bound` the layer.
 
     In training `fuse_cross_entropy` computes the loss without ever holding all logits.
     """
@@ -51,16 +51,16 @@ class KDAConfig(DeltaConfig):
             raise ValueError("safe_gate=True requires a lower_bound in [-5, 0), got None")
         self.safe_gate = safe_gate
         self.lower_bound = lower_bound
+        self.allow_neg_eigval = allow_neg_eigval
+        self.head_dim = head_dim
+        self.num_v_heads = num_v_heads
         super().__init__(
             attn_mode=attn_mode,
             hidden_size=hidden_size,
             expand_v=expand_v,
             use_short_conv=use_short_conv,
-            allow_neg_eigval=allow_neg_eigval,
             conv_size=conv_size,
-            head_dim=head_dim,
             num_heads=num_heads,
-            num_v_heads=num_v_heads,
             max_position_embeddings=max_position_embeddings,
             hidden_ratio=hidden_ratio,
             intermediate_size=intermediate_size,

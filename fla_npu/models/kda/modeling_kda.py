@@ -2,10 +2,10 @@
 
 from fla_npu.layers.kda import KimiDeltaAttention
 from fla_npu.models.kda.configuration_kda import KDAConfig
-from fla_npu.models.modeling_utils import DeltaBlock, FLAForCausalLM, FLAModel, FLAPreTrainedModel
+from fla_npu.models.modeling_utils import FLABlock, FLAForCausalLM, FLAModel, FLAPreTrainedModel
 
 
-class KDABlock(DeltaBlock):
+class KDABlock(FLABlock):
     """A block with a `KimiDeltaAttention` layer."""
 
     @staticmethod
