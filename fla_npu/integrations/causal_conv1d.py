@@ -48,6 +48,10 @@ def causal_conv1d_fn(
     """
     if x.ndim != 3 or weight.ndim != 2:
         raise ShapeError(f"x must be [B, C, T] and weight [C, W], got {list(x.shape)} and {list(weight.shape)}")
+    states_shape = (x.shape[0], x.shape[1], weight.shape[1] - 1)
+    for name, states in (("initial_states", initial_states), ("final_states_out", final_states_out)):
+        if states is not None and states.shape != states_shape:
+            raise ShapeError(f"{name} must be [B, C, W - 1] = {list(states_shape)}, got {list(states.shape)}")
     if final_states_out is not None and not return_final_states:
         raise ValueError("final_states_out needs return_final_states=True")
     bounds = None
@@ -63,7 +67,8 @@ def causal_conv1d_fn(
     elif initial_states is not None or return_final_states:
         raise ValueError("initial_states and return_final_states are not available with packed sequences")
     else:
-        y, last = causal_conv1d(x.mT.reshape(1, -1, x.shape[1]), weight, bias, activation=activation, cu_seqlens=bounds)
+        rows = x.mT.reshape(1, x.shape[0] * x.shape[2], x.shape[1])
+        y, last = causal_conv1d(rows, weight, bias, activation=activation, cu_seqlens=bounds)
         y = y.view(x.shape[0], x.shape[2], x.shape[1])
     if last is None:
         return y.mT
@@ -86,34 +91,55 @@ def causal_conv1d_update(
         x: `[B, C]` or `[B, C, T]`.
         conv_state: `[B, C, S]` with S of at least W - 1: the last S inputs, oldest first.
         weight, bias, activation: as in `causal_conv1d_fn`.
-        cache_seqlens, conv_state_indices: must be None; circular states and pools of states are not supported.
+        cache_seqlens: `[B]`, integers; conv_state is a ring then, in which this is the place of the next token (modulo
+            S). T may be larger than S.
+        conv_state_indices: `[B]`, integers; conv_state is a pool `[slots, C, S]` then, and these are the slots of the
+            sequences, each of them once. Where negative, y is 0 and no state changes.
 
     Returns:
         y of x's shape and dtype.
 
     Raises:
         ValueError: shapes that do not fit together.
-        NotImplementedError: an option that is not supported.
+        IndexError: a slot beyond the pool.
     """
-    for name, option in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
-        if option is not None:
-            raise NotImplementedError(f"{name} is not supported by causal_conv1d_update of fla_npu: pass None")
     if x.ndim not in (2, 3) or weight.ndim != 2:
         raise ShapeError(f"x must be [B, C] or [B, C, T] and weight [C, W], got {list(x.shape)}, {list(weight.shape)}")
     tokens = x.unsqueeze(-1) if x.ndim == 2 else x
-    width, length = weight.shape[1], conv_state.shape[-1]
-    if conv_state.shape[:2] != tokens.shape[:2] or length < width - 1:
+    (rows, channels, count), width, length = tokens.shape, weight.shape[1], conv_state.shape[-1]
+    for name, integers in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
+        if integers is not None and (integers.shape != (rows,) or integers.dtype not in (torch.int32, torch.int64)):
+            raise ShapeError(f"{name} must be integers [{rows}], got {integers.dtype} {list(integers.shape)}")
+    slots = rows if conv_state_indices is None else conv_state.shape[0]
+    if conv_state.shape != (slots, channels, length) or length < width - 1:
         raise ShapeError(
-            f"conv_state must be [{tokens.shape[0]}, {tokens.shape[1]}, S] with S of at least {width - 1}, "
-            f"got {list(conv_state.shape)}"
+            f"conv_state must be [{'slots' if conv_state_indices is not None else rows}, {channels}, S] with S of at "
+            f"least {width - 1}, got {list(conv_state.shape)}"
         )
-    if tokens.shape[2] == 1 and length == width:
+    if conv_state_indices is not None:
+        used = conv_state_indices >= 0
+        chosen = conv_state_indices[used].long()
+        states, y = conv_state[chosen], torch.zeros_like(x)
+        places = None if cache_seqlens is None else cache_seqlens[used]
+        y[used] = causal_conv1d_update(x[used], states, weight, bias, activation, places)
+        conv_state[chosen] = states
+        return y
+    if cache_seqlens is None and count == 1 and length == width:
         y, _ = one_token(tokens.mT, conv_state, weight=weight, bias=bias, activation=activation)
         return y.mT.reshape(x.shape)
-    inputs = torch.cat([conv_state.to(x.dtype), tokens], dim=-1)
+    before = conv_state
+    if cache_seqlens is not None:
+        steps = torch.arange(1 - width, count, device=x.device)
+        ring = ((cache_seqlens[:, None] + steps) % length)[:, None].expand(-1, channels, -1)
+        before = conv_state.gather(2, ring[..., : width - 1])
+    inputs = torch.cat([before.to(x.dtype), tokens], dim=-1)
     y, _ = causal_conv1d(inputs.mT, weight, bias, activation=activation)
-    conv_state.copy_(inputs[..., -length:])
-    return y.mT[..., length:].reshape(x.shape)
+    if cache_seqlens is None:
+        conv_state.copy_(inputs[..., inputs.shape[-1] - length :])
+    else:
+        # The tokens that the ring still holds afterwards: a place is written once.
+        conv_state.scatter_(2, ring[..., width - 1 :][..., -length:], tokens[..., -length:].to(conv_state.dtype))
+    return y.mT[..., before.shape[-1] :].reshape(x.shape)
 
 
 @tensor_cache
@@ -125,6 +151,8 @@ def _bounds(seq_idx: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """
     if seq_idx.ndim != 2 or seq_idx.shape[0] != rows or seq_idx.shape[1] > columns:
         raise ShapeError(f"seq_idx must be [{rows}, {columns}], got {list(seq_idx.shape)}")
+    if rows * columns == 0:
+        return torch.zeros(2, dtype=torch.long, device=seq_idx.device)
     starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (columns - seq_idx.shape[1] + 1, 0))
     starts[:, 0] = True
     return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=rows * columns)

@@ -107,6 +107,72 @@ def test_update(length, tokens):
     assert torch.equal(state, everything[..., -length:])
 
 
+@pytest.mark.parametrize("length", [W - 1, W, 7])
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("ring", [False, True])
+def test_update_of_rings_and_pools(length, pool, ring):
+    """Sequences that go on piece by piece, some pieces longer than the state; slots that nobody names stay."""
+    x, weight, bias = inputs(3, C, 25, seed=4)
+    slots = torch.tensor([4, 0, 3], dtype=torch.int32)
+    done = torch.tensor([0, 5, 11], dtype=torch.int32)  # tokens that a ring has seen before are zeros here
+    states = torch.full((6, C, length), 7.0)
+    states[slots.long()] = 0.0
+    state = states if pool else states[slots.long()]
+    pieces, start = [], 0
+    for count in (1, 3, 9, 1, 2, 9):
+        options = {"conv_state_indices": slots} if pool else {}
+        if ring:
+            options["cache_seqlens"] = done + start
+        pieces.append(causal_conv1d_update(x[..., start : start + count], state, weight, bias, "silu", **options))
+        start += count
+    expected = torch.stack([defined(row, weight, bias, "silu") for row in x])
+    assert rms_error(torch.cat(pieces, dim=-1), expected) < TOLERANCE
+    last = [row.roll(int(n) + 25, dims=1) if ring else row for row, n in zip(x[..., -length:], done, strict=True)]
+    assert torch.equal(states[slots.long()] if pool else state, torch.stack(last))
+    if pool:
+        assert (states[[1, 2, 5]] == 7.0).all()
+
+
+def test_update_without_a_slot():
+    """A negative slot is padding of a batch."""
+    x, weight, bias = inputs(3, C, 1)
+    states = torch.randn(2, C, W, generator=torch.Generator().manual_seed(1))
+    before = states.clone()
+    y = causal_conv1d_update(x[..., 0], states, weight, bias, conv_state_indices=torch.tensor([-1, 1, -1]))
+    alone = causal_conv1d_update(x[1:2, :, 0], before[1:].clone(), weight, bias)
+    assert not y[[0, 2]].any() and torch.equal(y[1:2], alone)
+    assert torch.equal(states[0], before[0]) and not torch.equal(states[1], before[1])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_states_of_short_sequences_keep_what_was_before(tokens):
+    x, weight, bias = inputs(2, C, tokens)
+    before = torch.randn(2, C, W - 1, generator=torch.Generator().manual_seed(1))
+    y, state = causal_conv1d_fn(x, weight, bias, initial_states=before, return_final_states=True)
+    everything = torch.cat([before, x], dim=-1)
+    assert y.shape == x.shape and torch.equal(state, everything[..., tokens:])
+    state = before.clone()
+    assert causal_conv1d_update(x, state, weight, bias).shape == x.shape
+    assert torch.equal(state, everything[..., tokens:])
+    assert causal_conv1d_fn(x, weight, bias, seq_idx=torch.zeros(2, tokens, dtype=torch.int32)).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_of_other_dtypes(dtype):
+    """Weight and states in float32, inputs in half precision."""
+    x, weight, bias = inputs(2, C, 9)
+    x, before = x.to(dtype), torch.randn(2, C, W - 1, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = torch.empty(2, C, W - 1)
+    y, state = causal_conv1d_fn(x, weight, bias, None, before.float(), True, out, "silu")
+    whole = torch.stack([defined(row, weight, bias, "silu") for row in torch.cat([before, x], dim=-1)])[..., W - 1 :]
+    # Half a unit of the output's dtype, and the rounding of float32 sums.
+    eps = torch.finfo(dtype).eps / 2
+    assert y.dtype == dtype and ((y.double() - whole).abs() <= whole.abs() * eps + 1e-5).all()
+    assert state is out and torch.equal(out, x[..., -(W - 1) :].float())
+    rest, kept = causal_conv1d_update(x[..., 5:], out, weight, bias), out
+    assert rest.dtype == dtype and torch.equal(kept, x[..., -(W - 1) :].float())
+
+
 def test_a_float32_weight_with_bfloat16_inputs_rounds_once():
     x, weight, bias = inputs(1, C, 9)
     x = x.bfloat16()
@@ -136,6 +202,9 @@ def test_gradients():
         ({"cu_seq_lens_q": torch.tensor([0, 9])}, "cu_seqlens"),
         ({"cu_seq_lens_q": torch.tensor([0, 5]), "return_final_states": True}, "packed"),
         ({"activation": "gelu"}, "gelu"),
+        ({"initial_states": torch.zeros(1, C, W)}, r"initial_states must be \[B, C, W - 1\] = \[1, 6, 3\]"),
+        ({"final_states_out": torch.zeros(2, C, W - 1), "return_final_states": True}, "final_states_out must be"),
+        ({"weight": torch.zeros(C + 1, W)}, "weight"),
     ],
 )
 def test_refuses(change, message):
@@ -153,5 +222,11 @@ def test_update_refuses():
         causal_conv1d_update(x, torch.zeros(2, C, W - 2), weight)
     with pytest.raises(ValueError, match="conv_state must be"):
         causal_conv1d_update(x, torch.zeros(1, C, W), weight)
-    with pytest.raises(NotImplementedError, match="conv_state_indices"):
-        causal_conv1d_update(x, torch.zeros(2, C, W), weight, conv_state_indices=torch.zeros(2))
+    for name in ("cache_seqlens", "conv_state_indices"):
+        for integers in (torch.zeros(2), torch.zeros(3, dtype=torch.int32)):
+            with pytest.raises(ValueError, match=rf"{name} must be integers \[2\]"):
+                causal_conv1d_update(x, torch.zeros(2, C, W), weight, **{name: integers})
+    with pytest.raises(ValueError, match=r"conv_state must be \[slots, 6, S\]"):
+        causal_conv1d_update(x, torch.zeros(5, C + 1, W), weight, conv_state_indices=torch.tensor([0, 1]))
+    with pytest.raises(IndexError):
+        causal_conv1d_update(x, torch.zeros(5, C, W), weight, conv_state_indices=torch.tensor([0, 5]))
