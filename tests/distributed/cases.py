@@ -86,11 +86,11 @@ def pair(name: str, mesh: DeviceMesh, dtype: torch.dtype = torch.float64) -> tup
     return one, parallelize(copy.deepcopy(one), mesh)
 
 
-def blocks(two: nn.Module, name: str) -> list[DTensor]:
+def blocks(two: nn.Module, name: str) -> list[Any]:
     """The parameters of a parallel module that one process has as `name`."""
     parallel = dict(two.named_parameters())
     found = [p for block, p in parallel.items() if block == name or block.rpartition("_")[0] == name]
-    assert found and all(isinstance(p, DTensor) for p in found), name
+    assert found, name
     return found
 
 

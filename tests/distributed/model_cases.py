@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +14,15 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from fla_npu.distributed import parallelize
-from fla_npu.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, KDAConfig, KDAForCausalLM
-from tests.distributed.cases import close, whole
+from fla_npu.models import (
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
+    GatedDeltaProductConfig,
+    GatedDeltaProductForCausalLM,
+    KDAConfig,
+    KDAForCausalLM,
+)
+from tests.distributed.cases import blocks, close, whole
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -40,16 +48,27 @@ def kda(**fields: Any) -> PreTrainedModel:
     return KDAForCausalLM(KDAConfig(**{**SIZES, **fields})).double()
 
 
+def gdp(**fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return GatedDeltaProductForCausalLM(GatedDeltaProductConfig(**{**SIZES, **fields})).double()
+
+
+def gdp_in_blocks() -> PreTrainedModel:
+    return gdp(num_householder=2, allow_neg_eigval=True)
+
+
 def same_training(one: PreTrainedModel, two: PreTrainedModel, **options: Any) -> None:
     tokens = torch.randint(40, (1, 30))
     losses = [m.train()(tokens, labels=tokens, **options).loss for m in (one, two)]
     close(losses[1], losses[0], "loss")
     for loss in losses:
         loss.backward()
-    for (name, x), y in zip(one.named_parameters(), two.parameters(), strict=True):
-        assert (x.grad is None) == (y.grad is None), name
-        if x.grad is not None and y.grad is not None:
-            close(y.grad, x.grad, f"gradient of {name}")
+    for name, x in one.named_parameters():
+        gradients = [y.grad for y in blocks(two, name)]
+        if x.grad is None:
+            assert not any(y is not None for y in gradients), name
+        else:
+            close(torch.cat([whole(y) for y in gradients]), x.grad, f"gradient of {name}")
     assert one.lm_head.weight.grad is not None
 
 
@@ -63,7 +82,7 @@ def same_generation(one: PreTrainedModel, two: PreTrainedModel) -> None:
 
 
 def language_models(mesh: DeviceMesh, folder: Path) -> None:
-    for make in (gdn, kda):
+    for make in (gdn, kda, gdp_in_blocks):
         one = make()
         two = parallelize(copy.deepcopy(one), mesh)
         assert all(isinstance(p, DTensor) for p in two.parameters())
@@ -93,7 +112,10 @@ def gradient_checkpointing(mesh: DeviceMesh, folder: Path) -> None:
 
 
 def plan_of_transformers(mesh: DeviceMesh, folder: Path) -> None:
-    for make in (gdn, kda):
+    with pytest.raises(ValueError, match=r"cannot load GatedDeltaProduct .*k_proj\.weight.*parallelize\(model, mesh\)"):
+        two = gdp_in_blocks()
+        apply_tensor_parallelism(two, mesh, two._expand_parallel_plan(two.tp_plan))
+    for make in (gdn, kda, gdp):
         one, two = make(), make()
         apply_tensor_parallelism(two, mesh, two._expand_parallel_plan(two.tp_plan))
         cut = {name for name, p in two.named_parameters() if isinstance(p, DTensor)}
