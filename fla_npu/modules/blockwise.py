@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from fla_npu.modules.second_derivatives import gradients_with_history
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements of the first row tensor in a block: 1 MiB in fp32, about half of a core's L2 cache. Between a quarter and
@@ -41,7 +42,8 @@ def blockwise(
         dtype: of the result, `rows[0].dtype` when None.
 
     Returns:
-        `[B, T, D']`, contiguous, differentiable in every row tensor and parameter.
+        `[B, T, D']`, contiguous, differentiable in every row tensor and parameter, twice where `fn` is. Second
+        derivatives keep the intermediates of all blocks.
     """
     x = rows[0]
     assert x is not None
@@ -49,9 +51,9 @@ def blockwise(
     widened = [None if p is None else p.to(wide) for p in params]
     dtype = dtype or x.dtype
     blocks = list(_blocks(x, lookback))
-    if len(blocks) == 1:
-        return fn(*(None if r is None else r.to(wide) for r in rows), *widened).to(dtype).contiguous()
     plan = _Plan(fn, blocks, lookback, len(rows), wide, dtype)
+    if len(blocks) == 1:
+        return plan.whole(*rows, *widened).contiguous()
     return _Blockwise.apply(plan, *rows, *widened)
 
 
@@ -68,6 +70,11 @@ class _Plan(NamedTuple):
     num_rows: int
     wide: torch.dtype
     dtype: torch.dtype
+
+    def whole(self, *tensors: torch.Tensor | None) -> torch.Tensor:
+        """All rows at once, in operations that autograd knows."""
+        rows, params = tensors[: self.num_rows], tensors[self.num_rows :]
+        return self.fn(*(None if r is None else r.to(self.wide) for r in rows), *params).to(self.dtype)
 
     def cut(self, rows: Sequence[torch.Tensor | None], block: _Block) -> list[torch.Tensor | None]:
         """The block of every row tensor and its look-back rows, in the wide dtype."""
@@ -108,10 +115,11 @@ class _Blockwise(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: _Plan = ctx.plan
         tensors: tuple[torch.Tensor | None, ...] = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *gradients_with_history(plan.whole, tensors, ctx.needs_input_grad[1:], dy)
         needed = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         for i in needed:

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.autograd.function import once_differentiable
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import BLOCK_ELEMENTS, compute_dtype
+from fla_npu.modules.second_derivatives import gradients_with_history
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """Of logits in a block on an accelerator: 256 MiB in fp32, where launches cost more than memory."""
@@ -78,9 +78,17 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, z_loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         logits, target = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def loss(logits: torch.Tensor) -> torch.Tensor:
+                # Infinities of a row that does not count would end as NaN.
+                clean = logits.masked_fill((target == ctx.options.ignore_index)[:, None], 0.0)
+                return row_loss(clean, target, ctx.options, False)[0]
+
+            (dlogits,) = gradients_with_history(loss, [logits], [True], dloss)
+            return dlogits, None, None
         gradient = torch.empty_like(logits)
         for rows in _blocks(logits):
             _, _, block = row_loss(logits[rows], target[rows], ctx.options, True)

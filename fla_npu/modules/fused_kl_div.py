@@ -30,7 +30,7 @@ def fused_kl_div_loss(
         accumulate_grad_in_fp32: the weight's gradient; otherwise in its dtype.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 x), differentiable in x and weight.
+        A scalar, fp32 (fp64 for fp64 x), differentiable in x and weight, once: second derivatives raise a RuntimeError.
 
     Raises:
         ShapeError: shapes that do not fit together; another reduction.

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules.fused_cross_entropy import Options, check_integers, check_no_group, row_loss
+from fla_npu.modules.second_derivatives import first_derivatives_only
 
 BLOCK_LOGITS = 1 << 24
 """Logits of a block: 64 MiB in fp32."""
@@ -68,7 +68,7 @@ class ProjectedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("a fused loss, whose gradients the forward pass takes,")
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In dloss's dtype: the scale of a loss in fp16 training need not be an fp16 number.
         scaled = (None if d is None else (d.to(dloss.dtype) * dloss).to(d.dtype) for d in ctx.saved_tensors)
@@ -118,7 +118,7 @@ def fused_linear_cross_entropy_loss(
         process_group: must be None, vocabularies split over processes are not supported.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 x).
+        A scalar, fp32 (fp64 for fp64 x). Second derivatives raise a RuntimeError: `cross_entropy_loss` has them.
 
     Raises:
         ShapeError: shapes that do not fit together; unknown reduction.

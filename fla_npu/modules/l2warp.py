@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from fla_npu.modules.second_derivatives import first_derivatives_only
 
 
 class L2Wrap(torch.autograd.Function):
@@ -15,7 +16,7 @@ class L2Wrap(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("l2_warp, whose penalty is a gradient alone,")
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         pull, place = ctx.saved_tensors
         return dloss, pull.new_zeros(ctx.shape).scatter_(-1, place, (pull * dloss).to(pull.dtype)), None
@@ -23,5 +24,5 @@ class L2Wrap(torch.autograd.Function):
 
 def l2_warp(loss: torch.Tensor, logits: torch.Tensor, l2_penalty_factor: float = 1e-4) -> torch.Tensor:
     """`loss`, a scalar, unchanged; its gradient pulls the largest logit of every token `[B, T, V]` towards 0, as
-    `l2_penalty_factor / 2` times the mean of their squares would."""
+    `l2_penalty_factor / 2` times the mean of their squares would. Second derivatives raise a RuntimeError."""
     return L2Wrap.apply(loss, logits, l2_penalty_factor)

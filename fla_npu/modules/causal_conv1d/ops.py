@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from fla_npu import settings
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import blockwise, compute_dtype
 from fla_npu.modules.kernels import launch
+from fla_npu.modules.second_derivatives import gradients_with_history
 from fla_npu.ops.checks import sequence_bounds
 
 ACTIVATIONS = (None, "silu", "swish")
@@ -425,9 +425,10 @@ class _Taps(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, taps = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return gradients_with_history(_delayed_sum, (x, taps), ctx.needs_input_grad, dy)
         need_x, need_taps = ctx.needs_input_grad
         dx, dtaps = dy * taps[-1] if need_x else None, torch.zeros_like(taps) if need_taps else None
         for delay in range(min(len(taps), x.shape[1])):
@@ -436,6 +437,13 @@ class _Taps(torch.autograd.Function):
             if dtaps is not None:
                 dtaps[-1 - delay] = (dy[:, delay:] * x[:, : x.shape[1] - delay]).sum((0, 1))
         return dx, dtaps
+
+
+def _delayed_sum(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """What `_Taps` computes, without writing in place."""
+    T = x.shape[1]
+    delayed = [F.pad(x[:, : T - d], (0, 0, d, 0)) * taps[-1 - d] for d in range(max(1, min(len(taps), T)))]
+    return torch.stack(delayed).sum(0)
 
 
 def _heads(
