@@ -13,6 +13,7 @@ import importlib.util
 import io
 import os
 import re
+import stat
 import sys
 import tempfile
 import tokenize
@@ -49,7 +50,15 @@ class Rewritten(NamedTuple):
 def migrate(paths: tuple[Path, ...], check: bool, diff: bool) -> None:
     """Change imports of fla to fla_npu in files, and in the .py and .pyi files of folders.
 
-    Names that fla_npu does not have are kept and reported. Exits with 123 if a file cannot be read or parsed.
+    Names that fla_npu does not have are kept and reported, which is no failure. In folders, links are not followed:
+    what they lead to is changed where it is, if at all.
+
+    \b
+    Exits with
+      0    done, or nothing to do
+      1    with --check: a file would change
+      2    wrong options or paths
+      123  a file could not be read, parsed or written; the others are done
     """
     changed = kept = failed = 0
     for path in _sources(paths):
@@ -307,7 +316,7 @@ def _attribute(value: Any, name: str) -> tuple[bool, Any]:
 
 
 def _sources(paths: Sequence[Path]) -> Iterator[Path]:
-    """Files as they are given, and the Python files of folders, without hidden ones and virtual environments."""
+    """Files as they are given, and the Python files of folders, without links, hidden ones and virtual environments."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -320,7 +329,8 @@ def _sources(paths: Sequence[Path]) -> Iterator[Path]:
                 and name != "__pycache__"
                 and not (Path(folder, name, "pyvenv.cfg")).exists()
             )
-            yield from (Path(folder, name) for name in sorted(files) if name.endswith((".py", ".pyi")))
+            found = [Path(folder, name) for name in sorted(files) if name.endswith((".py", ".pyi"))]
+            yield from (file for file in found if not file.is_symlink())
 
 
 def _read(path: Path) -> tuple[str, str]:
@@ -333,8 +343,14 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Put new contents in the place of a file at once, with its permissions; a link stays a link."""
+    """Put new contents in the place of a file at once, with its permissions; a link stays a link.
+
+    Raises:
+        PermissionError: the file is read-only. It could be replaced where its folder is not, but is meant to stay.
+    """
     path = path.resolve()
+    if not path.stat().st_mode & stat.S_IWUSR:
+        raise PermissionError("it is read-only")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -179,6 +179,7 @@ def test_files_and_folders(tmp_path):
     os.chmod(tmp_path / "a.py", 0o751)
     (tmp_path / "link.py").symlink_to("sub/d.py")
     result = run(tmp_path, tmp_path / "c.txt")
+    assert run(tmp_path, "--check").exit_code == 0  # and no link is left to do
     changed = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file() and "fla_npu" in p.read_text()}
     assert changed == {"a.py", "b.pyi", "c.txt", "sub/d.py", "link.py"}
     assert result.exit_code == 0 and result.stdout == "" and "4 files changed, 0 places kept" in result.stderr
@@ -199,6 +200,46 @@ def test_check_and_diff_write_nothing(tmp_path):
     assert path.read_text() == "import fla\nfrom fla.ops import nothing\n"
     assert run("--check", "--diff", path).exit_code == 1
     assert run(path).exit_code == 0 and run("--check", path).exit_code == 0
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder in (inside, outside):
+        folder.mkdir()
+        (folder / "a.py").write_text("import fla\n")
+    (inside / "file.py").symlink_to(outside / "a.py")
+    (inside / "folder").symlink_to(outside)
+    (inside / "loop").symlink_to(inside)
+    (inside / "nothing.py").symlink_to("not there")
+    result = run(inside)
+    assert result.exit_code == 0 and "1 files changed, 0 places kept" in result.stderr
+    assert (inside / "a.py").read_text() == "import fla_npu\n" and (outside / "a.py").read_text() == "import fla\n"
+    # A link that is named is meant; it stays a link.
+    assert run(inside / "file.py").exit_code == 0
+    assert (outside / "a.py").read_text() == "import fla_npu\n" and (inside / "file.py").is_symlink()
+
+
+def test_read_only_files_stay(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("import fla\n")
+    path.chmod(0o444)
+    result = run(path)
+    assert result.exit_code == 123 and f"{path}: cannot be migrated: it is read-only" in result.stderr
+    assert path.read_text() == "import fla\n"
+    assert run("--check", path).exit_code == 1 and run("--diff", path).exit_code == 0
+
+
+def test_remarks_alone_are_no_failure(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("from fla.ops import nothing\n")
+    for options in ([], ["--check"], ["--diff"]):
+        result = run(*options, path)
+        assert result.exit_code == 0 and "0 files " in result.stderr and "1 places kept" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nothing", "."], ["not/there.py"]])
+def test_usage(arguments):
+    assert run(*arguments).exit_code == 2
 
 
 @pytest.mark.parametrize(
