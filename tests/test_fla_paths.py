@@ -1,8 +1,9 @@
 """Where FLA 0.6.0 keeps what belongs to the delta-rule family: the same import works here.
 
-Checked by hand against the installed FLA, which has every name of the table. Not in it: ops and layers of other
-families (delta rule, GLA, simple GLA, retention, Mamba-2; RWKV's token shift, Hyena's convolutions, BitNet's linear
-maps), parts of FLA's kernels (`chunk_fwd`, `wy_fast`, ...), its registry of backends and context parallelism.
+Checked by hand against the installed FLA, which has every name of the table. Not in it: ops, layers and models of other
+families (RWKV, HGRN, sparse attention, ...), classes of the autograd Functions, launchers and helpers of FLA's Triton
+kernels (of steps between kernels there are the modules: `tests/ops/test_fla_internals.py`), and what splits sequences
+over processes.
 """
 
 import importlib
@@ -24,7 +25,7 @@ PATHS = {
         "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule"
     ),
     "ops.gated_delta_rule.chunk": "chunk_gated_delta_rule",
-    "ops.gated_delta_rule.fused_recurrent": "fused_recurrent_gated_delta_rule",
+    "ops.gated_delta_rule.fused_recurrent": "fused_recurrent_gated_delta_rule fused_recurrent_gated_delta_rule_fwd",
     "ops.gated_delta_rule.naive": "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule",
     "ops.gated_delta_rule.gate": "naive_gdn_gate fused_gdn_gate gdn_gate_fwd gdn_gate_bwd gdn_gate_chunk_cumsum",
     "ops.kda": "chunk_kda fused_recurrent_kda",
@@ -43,7 +44,8 @@ PATHS = {
         "prepare_position_ids prepare_sequence_ids prepare_token_indices prepare_chunk_indices "
         "prepare_chunk_offsets prepare_chunk_indices_static get_max_num_splits pack_sequence "
         "unpack_sequence chunk_local_cumsum chunk_global_cumsum solve_tril mean_pooling matmul addmm "
-        "softmax_fwd softmax_bwd logsumexp_fwd"
+        "softmax_fwd softmax_bwd logsumexp_fwd softplus sinkhorn chunk_local_cumsum_scalar "
+        "chunk_local_cumsum_vector chunk_global_cumsum_scalar chunk_global_cumsum_vector"
     ),
     "ops.utils.index": (
         "prepare_lens prepare_chunk_indices prepare_cu_seqlens_from_mask prepare_lens_from_mask "
@@ -58,11 +60,29 @@ PATHS = {
     "ops.utils.logsumexp": "logsumexp_fwd",
     "ops.utils.matmul": "matmul addmm",
     "ops.utils.constant": "RCP_LN2",
+    "ops.utils.softplus": "softplus softplus2",
+    "ops.utils.sinkhorn": "sinkhorn naive_sinkhorn",
+    "ops.utils.sinkhorn.naive": "naive_sinkhorn",
+    "ops.utils.sinkhorn.ops": "sinkhorn",
+    "ops.cp": (
+        "FLACPContext build_cp_context all_gather_into_tensor all_reduce_sum conv_cp_send_recv_bwd "
+        "conv_cp_send_recv_fwd send_recv_bwd send_recv_fwd"
+    ),
+    "ops.cp.context": "FLACPContext build_cp_context",
+    "ops.cp.comm": "all_gather_into_tensor all_reduce_sum send_recv_fwd send_recv_bwd",
     "modules": (
         "ShortConvolution RMSNorm LayerNorm GroupNorm L2Norm RMSNormLinear LayerNormLinear "
         "GroupNormLinear FusedRMSNormGated FusedLayerNormGated FusedRMSNormSwishGate "
         "FusedLayerNormSwishGate FusedRMSNormSwishGateLinear FusedLayerNormSwishGateLinear GatedMLP "
-        "RotaryEmbedding FusedCrossEntropyLoss FusedKLDivLoss FusedLinearCrossEntropyLoss"
+        "RotaryEmbedding FusedCrossEntropyLoss FusedKLDivLoss FusedLinearCrossEntropyLoss TokenShift "
+        "LongConvolution ImplicitLongConvolution BitLinear FusedBitLinear"
+    ),
+    "modules.token_shift": "TokenShift token_shift",
+    "modules.long_conv": "LongConvolution ImplicitLongConvolution PositionalEmbedding fft_conv",
+    "modules.conv.long_conv": "LongConvolution ImplicitLongConvolution PositionalEmbedding fft_conv",
+    "modules.fused_bitlinear": (
+        "BitLinear FusedBitLinear bit_linear activation_quant weight_quant rms_norm_linear_quant "
+        "layer_norm_linear_quant layer_norm_linear_quant_fn"
     ),
     "modules.l2norm": "l2norm l2_norm l2norm_fwd l2norm_bwd L2Norm",
     "modules.norm.l2norm": "l2norm l2_norm l2norm_fwd l2norm_bwd L2Norm",
@@ -115,8 +135,16 @@ PATHS = {
     "utils": (
         "device device_platform device_name device_torch_lib IS_NPU IS_NVIDIA IS_AMD IS_INTEL "
         "assert_close get_err_ratio get_abs_err input_guard contiguous tensor_cache autocast_custom_fwd "
-        "autocast_custom_bwd deprecate_kwarg checkpoint"
+        "autocast_custom_bwd deprecate_kwarg checkpoint check_shared_mem get_all_max_shared_mem "
+        "get_device_smem_optin get_device_capability get_device_arch get_multiprocessor_count "
+        "get_available_device map_triton_backend_to_torch_device custom_device_ctx Backend "
+        "check_pytorch_version check_transformers_version find_spec_cached FLA_CI_ENV IS_ARM "
+        "IS_AMD_TMA_ARCH IS_GATHER_SUPPORTED IS_INTEL_ALCHEMIST IS_NVIDIA_BLACKWELL IS_NVIDIA_HOPPER "
+        "IS_NVIDIA_SM100 IS_NVIDIA_SM120 IS_TF32_SUPPORTED IS_TMA_SUPPORTED is_npu is_nvidia is_amd "
+        "is_intel is_arm is_amd_tma_arch is_gather_supported is_intel_alchemist is_nvidia_blackwell "
+        "is_nvidia_hopper is_nvidia_sm100 is_nvidia_sm120 is_tf32_supported is_tma_supported"
     ),
+    "backends": "BackendRegistry BaseBackend dispatch register",
 } | dict.fromkeys(
     (
         "modules.causal_conv1d",
@@ -139,7 +167,7 @@ def test_path(path):
     assert not missing
 
 
-@pytest.mark.parametrize("package", ["ops.utils", "modules", "modules.norm", "models"])
+@pytest.mark.parametrize("package", ["backends", "ops.cp", "ops.utils", "modules", "modules.norm", "models"])
 def test_exports_are_sorted_and_there(package):
     module = importlib.import_module(f"fla_npu.{package}")
     assert list(module.__all__) == sorted(module.__all__)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 CONV_PATHS = ("convolution", "conv", "causal_conv1d", "conv.short_conv", "conv.causal_conv1d", "conv.triton.ops")
+LONG_CONV = ("ImplicitLongConvolution", "LongConvolution", "PositionalEmbedding", "fft_conv")
 CONV = ("ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_conv1d_update_states")
 
 
@@ -14,6 +15,7 @@ CONV = ("ShortConvolution", "causal_conv1d", "causal_conv1d_update", "causal_con
     ("path", "target", "names"),
     [
         *((path, "causal_conv1d.ops", CONV) for path in CONV_PATHS),
+        *((path, "long_conv", LONG_CONV) for path in ("convolution", "conv", "conv.long_conv")),
         ("l2norm", "norm.l2norm", ("L2Norm", "l2_norm", "l2norm", "l2norm_bwd", "l2norm_fwd")),
         ("layernorm", "norm.layernorm", ("RMSNorm", "rms_norm")),
         ("layernorm_gated", "norm.layernorm_gated", ("RMSNormGated",)),
