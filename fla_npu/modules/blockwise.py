@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fla_npu.modules.second_derivatives import gradients_with_history
+from fla_npu.ops.utils.second_derivatives import gradients_with_history
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements of the first row tensor in a block: 1 MiB in fp32, about half of a core's L2 cache. Between a quarter and

@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import BLOCK_ELEMENTS, compute_dtype
-from fla_npu.modules.second_derivatives import gradients_with_history
+from fla_npu.ops.utils.second_derivatives import gradients_with_history
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """Of logits in a block on an accelerator: 256 MiB in fp32, where launches cost more than memory."""

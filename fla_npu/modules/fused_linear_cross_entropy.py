@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
 from fla_npu.modules.fused_cross_entropy import Options, check_integers, check_no_group, row_loss
-from fla_npu.modules.second_derivatives import first_derivatives_only
+from fla_npu.ops.utils.second_derivatives import first_derivatives_only
 
 BLOCK_LOGITS = 1 << 24
 """Logits of a block: 64 MiB in fp32."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fla_npu.modules.second_derivatives import first_derivatives_only
+from fla_npu.ops.utils.second_derivatives import first_derivatives_only
 
 
 class L2Wrap(torch.autograd.Function):

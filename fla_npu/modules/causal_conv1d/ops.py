@@ -14,8 +14,8 @@ from fla_npu import settings
 from fla_npu.errors import ShapeError
 from fla_npu.modules.blockwise import blockwise, compute_dtype
 from fla_npu.modules.kernels import launch
-from fla_npu.modules.second_derivatives import gradients_with_history
 from fla_npu.ops.checks import sequence_bounds
+from fla_npu.ops.utils.second_derivatives import gradients_with_history
 
 ACTIVATIONS = (None, "silu", "swish")
 BACKENDS = ("triton", "cuda", "mix")
