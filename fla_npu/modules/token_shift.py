@@ -38,7 +38,8 @@ def token_shift(
         if cache.shape not in ((N, D), (N, 1, D)):
             raise ShapeError(f"cache must be [N, D] = {[N, D]}, got {list(cache.shape)}")
         state = cache.reshape(N, D, 1).expand(N, D, 2)
-    taps = x.new_tensor([1.0, -1.0]).expand(D, 2)
+    taps = x.new_ones(D, 2)
+    taps[:, 1] = -1.0
     y, state = causal_conv1d(x, taps, initial_state=state, output_final_state=output_cache, cu_seqlens=cu_seqlens)
     return y if state is None else (y, state[..., -1].contiguous())
 

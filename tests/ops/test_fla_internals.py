@@ -38,25 +38,23 @@ def test_recurrent_gdn_forward_in_the_order_of_fla():
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "instead"),
+    ("module", "name"),
     [
-        ("gated_delta_rule.wy_fast", "recompute_w_u_fwd", "chunk_gated_delta_rule"),
-        ("gated_delta_rule.wy_fast", "prepare_wy_repr_bwd", "chunk_gated_delta_rule"),
-        ("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra", "chunk_gated_delta_rule"),
-        ("kda.chunk_fwd", "chunk_kda_fwd", "chunk_kda"),
-        ("kda.chunk_bwd", "chunk_kda_bwd", "chunk_kda"),
-        ("kda.chunk_bwd", "chunk_kda_bwd_dAv", "chunk_kda"),
-        ("kda.chunk_bwd", "chunk_kda_bwd_wy_dqkg_fused", "chunk_kda"),
-        ("kda.chunk_intra", "chunk_kda_fwd_intra", "chunk_kda"),
-        ("kda.chunk_intra", "chunk_kda_bwd_intra", "chunk_kda"),
-        ("kda.wy_fast", "recompute_w_u_fwd", "chunk_kda"),
-        ("kda.wy_fast", "prepare_wy_repr_bwd", "chunk_kda"),
+        ("gated_delta_rule.wy_fast", "recompute_w_u_fwd"),
+        ("gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra"),
+        ("kda.chunk_fwd", "chunk_kda_fwd"),
+        ("kda.chunk_bwd", "chunk_kda_bwd"),
+        ("kda.chunk_intra", "chunk_kda_fwd_intra"),
+        ("kda.wy_fast", "recompute_w_u_fwd"),
     ],
 )
-def test_steps_between_kernels(module: str, name: str, instead: str):
+def test_steps_between_kernels(module: str, name: str):
     """The modules exist, and tell a caller of their functions what is there in place of them."""
     found = importlib.import_module(f"fla_npu.ops.{module}")
-    with pytest.raises(ImportError, match=f"^{name} is a step .* Use fla_npu.ops.*{instead}$") as raised:
+    assert not hasattr(found, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': FLA has steps .* Use fla_npu.ops") as raised:
+        getattr(found, name)
+    package, op = str(raised.value).split()[-1].rsplit(".", 1)
+    assert callable(getattr(importlib.import_module(package), op))
+    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
         exec(f"from fla_npu.ops.{module} import {name}")
-    assert raised.value.name == found.__name__
-    assert not hasattr(found, "another_name")
