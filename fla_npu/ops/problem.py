@@ -1,4 +1,4 @@
-"""What one call of a delta-rule op is, after validation: the options that fix its mathematics and its tensors."""
+"""What one call of an op is, after validation: the options that fix its mathematics and its tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ class Tensors(NamedTuple):
     """The tensors of a call. Shapes: q, k `[B,T,H,K]`, v `[B,T,HV,V]`, g `[B,T,HV]` or `[B,T,HV,K]`,
     beta `[B,T,HV]` (recurrent ops: or `[B,T,HV,V]`), A_log `[HV]`, dt_bias `[HV]` or `[HV*K]`,
     initial_state `[N,HV,K,V]` (or V-first). `gk` `[B,T,HV,K]` and `gv` `[B,T,HV,V]` are log decays on top of `g`,
-    which only recurrent GDN has; `b` `[B,T,HV,K]` and `w` `[B,T,HV,V]` the gates of GDN-2. With `Options.updates`, k,
-    v and beta have that many rows per token."""
+    which only recurrent ops have; `b` `[B,T,HV,K]` and `w` `[B,T,HV,V]` the gates of GDN-2. With `Options.updates`, k,
+    v and beta have that many rows per token. Without beta there is no delta rule: v is written as it is."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor | None
-    beta: torch.Tensor
+    beta: torch.Tensor | None
     A_log: torch.Tensor | None
     dt_bias: torch.Tensor | None
     initial_state: torch.Tensor | None
@@ -61,8 +61,15 @@ class Tensors(NamedTuple):
     def map_tokens(self, f: Callable[[torch.Tensor], torch.Tensor]) -> "Tensors":
         """The call with `f` applied to every tensor that has the dimensions B and T."""
         q, k, v, g, beta, A_log, dt_bias, state, gk, gv, b, w = self
-        g, gk, gv, b, w = (None if x is None else f(x) for x in (g, gk, gv, b, w))
-        return Tensors(f(q), f(k), f(v), g, f(beta), A_log, dt_bias, state, gk, gv, b, w)
+        g, beta, gk, gv, b, w = (None if x is None else f(x) for x in (g, beta, gk, gv, b, w))
+        return Tensors(f(q), f(k), f(v), g, beta, A_log, dt_bias, state, gk, gv, b, w)
+
+    @property
+    def step_size(self) -> torch.Tensor:
+        """beta, of a call with the delta rule."""
+        if self.beta is None:
+            raise TypeError("without the delta rule there is no beta")
+        return self.beta
 
 
 class Bounds(Sequence[int]):

@@ -35,15 +35,15 @@ def prepared(g: torch.Tensor) -> torch.Tensor:
 
 
 def scalar(kq: torch.Tensor, g: torch.Tensor) -> ScalarDecay:
-    return ScalarDecay(kq.flatten(1, 2), cumulative(prepared(g)), Workspace(kq, kq.dtype))
+    return ScalarDecay(kq.flatten(1, 2), cumulative(prepared(g)), Workspace(kq, kq.dtype), delta=True)
 
 
 def referenced(kq: torch.Tensor, g: torch.Tensor) -> ReferencedDecay:
-    return ReferencedDecay(kq, prepared(g), Workspace(kq, kq.dtype))
+    return ReferencedDecay(kq, prepared(g), Workspace(kq, kq.dtype), delta=True)
 
 
 def levels(kq: torch.Tensor, g: torch.Tensor) -> LevelDecay:
-    return LevelDecay(kq, prepared(g), Workspace(kq, kq.dtype))
+    return LevelDecay(kq, prepared(g), Workspace(kq, kq.dtype), delta=True)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

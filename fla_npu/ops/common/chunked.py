@@ -13,7 +13,6 @@ from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, referenced_size
 from fla_npu.ops.common.step import one_token
-from fla_npu.ops.common.workspace import Workspace
 from fla_npu.ops.problem import Options, Problem
 
 Decay = ScalarDecay | ReferencedDecay | LevelDecay
@@ -70,7 +69,7 @@ def _walk(
             kept.append(S.clone())
         for step, chunk, decay in steps(loader, tokens):
             A, P = decay.attend_(S)
-            u = solve(loader, chunk, decay, A)
+            u = written(loader, chunk, decay, A)
             within = torch.bmm(P, u, out=loader.workspace.take("within", *P.shape[:2], u.shape[2]))
             decay.output(within, o[:, :, step])
             decay.write_(S, u)
@@ -102,18 +101,21 @@ def steps(loader: Loader, tokens: slice) -> Iterator[tuple[slice, Chunk, Decay]]
         kind, C = (ReferencedDecay, fitting) if fitting else (LevelDecay, size)
     for i in range(0, size, C):
         piece = chunk if size == C else chunk.piece(slice(i, i + C))
-        yield slice(tokens.start + i, tokens.start + i + C), piece, decay_of(kind, piece, loader.workspace)
+        yield slice(tokens.start + i, tokens.start + i + C), piece, decay_of(kind, piece, loader)
 
 
-def decay_of(kind: type[Decay], chunk: Chunk, workspace: Workspace) -> Decay:
+def decay_of(kind: type[Decay], chunk: Chunk, loader: Loader) -> Decay:
     """The decay of one step."""
+    workspace, delta = loader.workspace, loader.beta is not None
     if issubclass(kind, ScalarDecay):
-        return kind(chunk.kq, chunk.g, workspace)
-    return kind(chunk.kq, chunk.g, workspace, chunk.b)
+        return kind(chunk.kq, chunk.g, workspace, delta)
+    return kind(chunk.kq, chunk.g, workspace, delta, chunk.b)
 
 
-def solve(loader: Loader, chunk: Chunk, decay: Decay, A: torch.Tensor) -> torch.Tensor:
-    """u `[N*R, C, V]` of one step, given A from `attend_`."""
+def written(loader: Loader, chunk: Chunk, decay: Decay, A: torch.Tensor | None) -> torch.Tensor:
+    """u `[N*R, C, V]` of one step, given A from `attend_`: by Solve, or v itself without the delta rule."""
+    if A is None or chunk.beta is None:
+        return loader.workspace.take("u", *chunk.v.shape).copy_(chunk.v)
     b = decay.residual(chunk.v, chunk.beta)
     return solve_unit_lower(torch.mul(A, chunk.beta, out=loader.workspace.take("T", *A.shape)), b, out=b)
 

@@ -7,7 +7,7 @@ Per chunk, with `dS` the gradient of the state after it (stages of `stages.py`, 
     b   = beta (V - X_k)                        dV = beta db,  dX_k = -beta db,  dX_q = dO
     d beta = db . (V - X_k) + sum_j d(beta A)_ij A_ij
 
-and the decay turns the gradients of A, P, X and the new state into those of q, k, g and the old state. Memory: the
+(without the delta rule only dV = du, dP and dX_q), and the decay turns the gradients of A, P, X and the new state into those of q, k, g and the old state. Memory: the
 inputs' gradients and one state per chunk of the sequences in work.
 """
 
@@ -21,9 +21,9 @@ from fla_npu.ops.common.chunked import (
     chunks,
     decay_of,
     initial_states,
-    solve,
     state_kind,
     steps,
+    written,
 )
 from fla_npu.ops.common.prepare import Chunk, Loader, runs, working_dtype
 from fla_npu.ops.common.solve import solve_unit_lower
@@ -91,7 +91,7 @@ def _states_before(loader: Loader, S0: torch.Tensor) -> list[torch.Tensor]:
         states.append(S.clone())
         for _, chunk, decay in steps(loader, tokens):
             A, _ = decay.attend_(S)
-            decay.write_(S, solve(loader, chunk, decay, A))
+            decay.write_(S, written(loader, chunk, decay, A))
     return states
 
 
@@ -106,10 +106,10 @@ def _chunk_backward(
             break
         earlier.append((step, type(decay), S.clone()))
         A, _ = decay.attend_(S)
-        decay.write_(S, solve(loader, chunk, decay, A))
+        decay.write_(S, written(loader, chunk, decay, A))
     for step, kind, S in reversed(earlier):
         chunk = loader.load(step)
-        dS = _step_backward(loader, step, chunk, decay_of(kind, chunk, loader.workspace), S, dS, do, grads)
+        dS = _step_backward(loader, step, chunk, decay_of(kind, chunk, loader), S, dS, do, grads)
     return dS
 
 
@@ -125,11 +125,18 @@ def _step_backward(
 ) -> torch.Tensor:
     """Store the gradients of one step; returns that of the state before it."""
     A, P = decay.attend_(S)
-    w = torch.sub(chunk.v, decay.read()[:, : A.shape[1]])
+    X = decay.read()
+    dO = do[:, step].transpose(1, 2).reshape(*P.shape[:2], -1).to(P.dtype)
+    if A is None or chunk.beta is None:
+        u = written(loader, chunk, decay, A)
+        dv = torch.baddbmm(decay.write_backward(dS), P.mT, dO)
+        back = decay.backward_(None, torch.bmm(dO, u.mT), dO, dS, u, S)
+        loader.store_gradients(step, chunk, grads, dkq=back.kq, dv=dv, dg=back.g, dbeta=None, db=None)
+        return back.S
+
+    w = torch.sub(chunk.v, X[:, : A.shape[1]])
     T = A * chunk.beta
     u = solve_unit_lower(T, w * chunk.beta)
-
-    dO = do[:, step].transpose(1, 2).reshape(*P.shape[:2], -1).to(u.dtype)
     du = torch.baddbmm(decay.write_backward(dS), P.mT, dO)
     db = solve_unit_lower(T, du, transpose=True)
     dT = torch.bmm(db, u.mT).tril_(-1).neg_()

@@ -320,12 +320,12 @@ def launch_recurrent(
         `(o, states)`: `[B, T, HV, V]` in v's dtype; `initial_state` itself with `inplace`, else `[N, HV, K, V]` (or
         V-first) in float32, or None.
     """
-    q, k, v, g, beta, A_log, dt_bias, initial, gk, gv = tensors[:10]
+    q, k, v, g, _, A_log, dt_bias, initial, gk, gv = tensors[:10]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    g, beta = None if g is None else _per_head(g), _per_head(beta)
+    g, beta = None if g is None else _per_head(g), _per_head(tensors.step_size)
     gk, gv = (None if x is None else x.contiguous() for x in (gk, gv))
     o = torch.empty(B, T, HV, V, dtype=v.dtype, device=v.device) if out is None else out
     states = None if initial is None else _whole_rows(initial)

@@ -152,7 +152,7 @@ def launch_chunks(
     o = torch.empty(B, T, HV, VP, dtype=v.dtype, device=device)
     if N > 0 and T > 0:
         gates = launch_gates(
-            tensors.g, tensors.beta, tensors.A_log, tensors.dt_bias, options, cu_seqlens, config.chunk, cores=None
+            tensors.g, tensors.step_size, tensors.A_log, tensors.dt_bias, options, cu_seqlens, config.chunk, cores=None
         )
         norms = launch_norms(q, k, cu_seqlens, config.chunk) if options.qk_l2norm else None
         fixed = constants(

@@ -46,8 +46,8 @@ class Run:
         part = tensors.map_tokens(self.of)
         if updates == 1:
             return part
-        k, v, beta = (self.of(x, updates) for x in (tensors.k, tensors.v, tensors.beta))
-        return part._replace(k=k, v=v, beta=beta)
+        beta = None if tensors.beta is None else self.of(tensors.beta, updates)
+        return part._replace(k=self.of(tensors.k, updates), v=self.of(tensors.v, updates), beta=beta)
 
     def states_of(self, x: torch.Tensor) -> torch.Tensor:
         """Their part of an `[N, ...]` tensor, as a view."""
@@ -107,8 +107,8 @@ class Chunk(NamedTuple):
     """`[N*R, C, V]`, possibly strided and of the input's dtype; times the write gate."""
     g: Any
     """Binary log decays, at least `FORGET`: `[N, R, C]` and summed (scalar), or `[N, R, C, K]` (channel)."""
-    beta: torch.Tensor
-    """`[N*R, C, 1]`."""
+    beta: torch.Tensor | None
+    """`[N*R, C, 1]`; None without the delta rule."""
     inverse_norm: torch.Tensor | None
     """What k and q were multiplied with by the L2 norm (without scale): as `kq`, with 1 for K."""
     b: torch.Tensor | None = None
@@ -121,7 +121,7 @@ class Chunk(NamedTuple):
             kq=self.kq[:, :, tokens],
             v=self.v[:, tokens],
             g=self.g[:, :, tokens],
-            beta=self.beta[:, tokens],
+            beta=None if self.beta is None else self.beta[:, tokens],
             inverse_norm=None if norm is None else norm[:, :, tokens],
             b=None if self.b is None else self.b[:, :, tokens],
         )
@@ -131,7 +131,7 @@ class _Gates(NamedTuple):
     """What is computed for many chunks at once because it is small."""
 
     start: int
-    beta: torch.Tensor
+    beta: torch.Tensor | None
     """`[N*R, rows, 1]`."""
     g: list[Cumulative] | None
     """Summed decays per head of each chunk; None for decays per channel."""
@@ -152,7 +152,7 @@ class Loader:
         self.updates = options.updates
         self.q = run.of(tensors.q).transpose(1, 2)
         self.k, self.v = (run.of(x, self.updates).transpose(1, 2) for x in (tensors.k, tensors.v))
-        self.beta = run.of(tensors.beta, self.updates)
+        self.beta = None if tensors.beta is None else run.of(tensors.beta, self.updates)
         self.b, self.w = (None if x is None else run.of(x).transpose(1, 2) for x in (tensors.b, tensors.w))
         self.g = None if tensors.g is None else run.of(tensors.g)
         self.dtype = working_dtype(tensors.q)
@@ -191,7 +191,7 @@ class Loader:
             kq=kq.view(*shape, K),
             v=self._written(rows).reshape(n * self.value_heads, C, -1),
             g=g,
-            beta=gates.beta[:, i : i + C],
+            beta=None if gates.beta is None else gates.beta[:, i : i + C],
             inverse_norm=None if inverse_norm is None else inverse_norm.view(*shape, 1),
             b=None if self.b is None else self._copied("erase", self.b[:, :, rows]).view(n * H, -1, C, K),
         )
@@ -225,8 +225,10 @@ class Loader:
         if self._current is None or self._current.start != start:
             self._current = None  # freed before the next one is made
             inside = slice(start, min(start + block, self.run.length))
-            n, C, HV = self.beta[:, self._rows(inside)].shape
-            beta = self._beta(self._rows(inside)).transpose(1, 2).reshape(n * HV, C, 1)
+            rows = self._rows(inside)
+            n, HV, C = *self.v.shape[:2], rows.stop - rows.start
+            beta = None if self.beta is None else self._beta(self.beta[:, rows])
+            beta = None if beta is None else beta.transpose(1, 2).reshape(n * HV, C, 1)
             g = None
             if self.options.decay != "channel":
                 size *= self.updates
@@ -241,8 +243,8 @@ class Loader:
 
     def _decay(self, tokens: slice) -> torch.Tensor:
         """Binary log decay `[count, HV, C(, K)]`, at least `FORGET`; a token's is that of its first update."""
-        n, C, HV = self.beta[:, self._rows(tokens)].shape
-        out = self.workspace.take("g", n, HV, C, *self.g_tail)
+        rows = self._rows(tokens)
+        out = self.workspace.take("g", *self.v.shape[:2], rows.stop - rows.start, *self.g_tail)
         if self.g is None:
             return out.zero_()
         if self.updates > 1:
@@ -253,9 +255,9 @@ class Loader:
         _times(g.transpose(1, 2), RCP_LN2, out[:, :, :: self.updates])
         return out.clamp_min_(FORGET)
 
-    def _beta(self, rows: slice) -> torch.Tensor:
-        """`[count, C, HV]`."""
-        beta = self.beta[:, rows].to(self.dtype)
+    def _beta(self, beta: torch.Tensor) -> torch.Tensor:
+        """beta from what is passed for it, in working precision."""
+        beta = beta.to(self.dtype)
         return torch.sigmoid(beta).mul_(self.options.beta_scale) if self.options.beta_sigmoid else beta
 
     def store_gradients(
@@ -267,7 +269,7 @@ class Loader:
         dkq: torch.Tensor,
         dv: torch.Tensor,
         dg: torch.Tensor,
-        dbeta: torch.Tensor,
+        dbeta: torch.Tensor | None,
         db: torch.Tensor | None,
     ) -> None:
         """Write the gradients of a chunk, shaped as in `Chunk`, to their place in the call's gradients `into`.
@@ -296,11 +298,12 @@ class Loader:
         if db is not None and into.b is not None:
             run.of(into.b)[:, rows].copy_(db.view(n, HV, C, -1).transpose(1, 2))
 
-        dbeta = dbeta.view(n, HV, C).transpose(1, 2)
-        if options.beta_sigmoid:
-            s = torch.sigmoid(self.beta[:, rows].to(self.dtype))
-            dbeta = dbeta * (options.beta_scale * s * (1 - s))
-        run.of(into.beta, updates)[:, rows].copy_(dbeta)
+        if self.beta is not None and into.beta is not None and dbeta is not None:
+            dbeta = dbeta.view(n, HV, C).transpose(1, 2)
+            if options.beta_sigmoid:
+                s = torch.sigmoid(self.beta[:, rows].to(self.dtype))
+                dbeta = dbeta * (options.beta_scale * s * (1 - s))
+            run.of(into.beta, updates)[:, rows].copy_(dbeta)
 
         if self.g is None or into.g is None:
             return

@@ -18,10 +18,11 @@ def reference_forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | No
     """Run a call; results as those of `chunked_forward`."""
     tensors, options, cu_seqlens = problem
     dtype = working_dtype(tensors.q)
-    q, k, beta = tensors.q.to(dtype), tensors.k.to(dtype), tensors.beta.to(dtype)
+    q, k = tensors.q.to(dtype), tensors.k.to(dtype)
+    beta = None if tensors.beta is None else tensors.beta.to(dtype)
     if options.qk_l2norm:
         q, k = (x * (x.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt() for x in (q, k))
-    if options.beta_sigmoid:
+    if beta is not None and options.beta_sigmoid:
         beta = options.beta_scale * beta.sigmoid()
     g = None if tensors.g is None else tensors.g.to(dtype)
     if g is not None and options.gate != "none":
@@ -35,6 +36,7 @@ def reference_forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | No
         "b": tensors.b,
         "w": tensors.w,
         "updates": options.updates,
+        "delta": tensors.beta is not None,
         "scale": options.scale,
         "initial_state": tensors.initial_state,
         "state_v_first": options.state_v_first,

@@ -32,7 +32,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     """Advance n sequences by one token each.
 
     Both reads of the state, for k and for q, are one product with the old state; the read of q after the update is
-    `decay S^T q + (q . k) u`.
+    `decay S^T q + (q . k) u`. Without the delta rule only q reads.
 
     Args:
         tensors: the arguments, `[n, 1, ...]` (or `[n, updates, ...]`); beta may also be one per value channel.
@@ -48,13 +48,11 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     dtype = working_dtype(tensors.q)
     v = tensors.v[:, 0]
     kq = _keys_and_query(tensors, options)  # [n, HV, 2, K]
-    beta = tensors.beta[:, 0].to(dtype)
-    if options.beta_sigmoid:
-        beta = torch.sigmoid(beta).mul_(options.beta_scale)
-    beta = beta if beta.ndim == 3 else beta[..., None]
     k, q = kq.unbind(2)
     if tensors.b is not None:
         kq = torch.stack((k * tensors.b[:, 0], q), dim=2)
+    if tensors.beta is None:
+        kq = q[:, :, None]
     if tensors.w is not None:
         v = v.to(dtype) * tensors.w[:, 0]
 
@@ -73,11 +71,17 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
         else:
             decay = decay[..., None, None]
             X = torch.matmul(kq, S).mul_(decay)
-    u = torch.sub(v, X[:, :, 0]).mul_(beta)
+    if tensors.beta is None:
+        u = v.to(dtype)
+    else:
+        beta = tensors.beta[:, 0].to(dtype)
+        if options.beta_sigmoid:
+            beta = torch.sigmoid(beta).mul_(options.beta_scale)
+        u = torch.sub(v, X[:, :, 0]).mul_(beta if beta.ndim == 3 else beta[..., None])
     if final is not None:
         final = final.copy_(S) if decay is None else torch.mul(S, decay, out=final)
         final.addcmul_(k[..., None], u[:, :, None])
-    o = torch.addcmul(X[:, :, 1], u, torch.linalg.vecdot(q, k)[..., None])
+    o = torch.addcmul(X[:, :, -1], u, torch.linalg.vecdot(q, k)[..., None])
     return o.mul_(options.scale)[:, None]
 
 
@@ -87,7 +91,7 @@ def _several_updates(tensors: Tensors, options: Options, S: torch.Tensor, final:
     dtype = working_dtype(tensors.q)
     kq = _keys_and_query(tensors, options)
     k, q = kq[:, :, :-1], kq[:, :, -1:]
-    beta = tensors.beta.to(dtype).transpose(1, 2)[..., None]
+    beta = tensors.step_size.to(dtype).transpose(1, 2)[..., None]
 
     S = S.to(dtype)
     X = torch.matmul(kq, S)
