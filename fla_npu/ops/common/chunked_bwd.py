@@ -7,8 +7,8 @@ Per chunk, with `dS` the gradient of the state after it (stages of `stages.py`, 
     b   = beta (V - X_k)                        dV = beta db,  dX_k = -beta db,  dX_q = dO
     d beta = db . (V - X_k) + sum_j d(beta A)_ij A_ij
 
-(without the delta rule only dV = du, dP and dX_q), and the decay turns the gradients of A, P, X and the new state into those of q, k, g and the old state. Memory: the
-inputs' gradients and one state per chunk of the sequences in work.
+(without the delta rule only dV = du, dP and dX_q), and the decay turns the gradients of A, P, X and the new state into
+those of q, k, g and the old state. Memory: the inputs' gradients and one state per chunk of the sequences in work.
 """
 
 from typing import Any

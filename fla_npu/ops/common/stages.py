@@ -13,10 +13,10 @@ That is the reordered dataflow of the HA-NPU paper: every product with S, K and 
 formed and one state lives on core. The classes here supply scores, read and write for the two kinds of decay, with
 their gradients; `chunked.py` and `chunked_bwd.py` hold what does not depend on the decay.
 
-Variants change the rows that read, those of the products with S and K, and nothing else. With several updates per token
-(Gated DeltaProduct) q has a row per token and k one per update. With an erase gate (GDN-2) A and X_k are formed with the
-rows b * k instead of k; its write gate is no concern of a chunk, which gets w * v for v and 1 for beta. Without the delta
-rule (GLA, simple GLA, retention) only q reads: there are no A and X_k, and u is v.
+Variants change the rows that read, those of the products with S and K, and nothing else. With several updates per
+token (Gated DeltaProduct) q has a row per token and k one per update. With an erase gate (GDN-2) A and X_k are formed
+with the rows b * k instead of k; its write gate is no concern of a chunk, which gets w * v for v and 1 for beta.
+Without the delta rule (GLA, simple GLA, retention) only q reads: there are no A and X_k, and u is v.
 
 Decays are kept as binary logarithms: `exp2` costs the same for every argument, whereas `exp` of a CPU's vector library
 takes a hundred times longer as soon as a result underflows (measured: 9 us against 1365 us for 65536 numbers at -88).
@@ -259,8 +259,8 @@ class ScalarDecay:
 
 
 class _ChannelDecay:
-    """What the ways of a decay per channel share: their states `[N*R, K, V]`, and X `[N*R, readers, C, V]` as it is read,
-    with k and q for readers, or q alone without the delta rule."""
+    """What the ways of a decay per channel share: their states `[N*R, K, V]`, and X `[N*R, readers, C, V]` as it is
+    read, with k and q for readers, or q alone without the delta rule."""
 
     take: Callable[..., torch.Tensor]
     X: torch.Tensor
