@@ -21,8 +21,11 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     """What was left alone -> why."""
     calls: Counter[str] = field(default_factory=Counter)
-    """Calls served, by the name of the function that served them. Those within a graph compiled by `torch.compile` are
-    not counted: the graph would be specialised on the count and recompiled at every call."""
+    """Calls served, by name: a call from transformers under the name of this package's op or convolution, a call from
+    FLA under the name of FLA's function, and a call of a whole layer or norm of transformers under that of its class,
+    where the op inside counts too. Calls of this package itself are not counted, and those through the name `fla` where
+    FLA is not installed are such. Nor are those within a graph compiled by `torch.compile`: it would be specialised on
+    the count and recompiled at every call."""
     delegated: Counter[str] = field(default_factory=Counter)
     """Calls passed on to the replaced function (another device, or `torch.export`), by the name of that function."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import fla_npu
 from fla_npu.assets import MODELS, model_folder
 from fla_npu.cli.main import main
 from tests.tiny_models import tiny_model
@@ -50,6 +51,20 @@ def test_json_is_one_object_with_calls_speeds_and_comparison(checkpoint):
     for path in ("fla_npu", "transformers"):
         assert record[path]["prefill_tokens_per_second"] > 0
         assert record[path]["decode_tokens_per_second"] > 0
+
+
+def test_where_whole_layers_are_enabled_already(checkpoint):
+    """The command then counts in the report of the block that is open."""
+    arguments = ("--model", checkpoint, "--prompt", "x" * 70, "--max-new-tokens", 3, "--compare", "--json")
+    expected = json.loads(run(*arguments).stdout)
+    with fla_npu.enabled(layers=True) as report:
+        record = json.loads(run(*arguments).stdout)
+        ops = report.calls["chunk_gated_delta_rule"] + report.calls["fused_recurrent_gated_delta_rule"]
+        assert report.calls["Qwen3_5GatedDeltaNet"] == ops > 0
+    assert record["tokens"] == expected["tokens"] and record["comparison"]["tokens_agree"]
+    assert record["fla_npu"]["calls"] == expected["fla_npu"]["calls"]
+    assert record["transformers"]["calls"] == expected["transformers"]["calls"]
+    assert json.loads(run(*arguments).stdout)["tokens"] == expected["tokens"]
 
 
 def test_text_goes_to_stdout_and_remarks_to_stderr(checkpoint):

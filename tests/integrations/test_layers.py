@@ -6,6 +6,7 @@ Their numbers are compared in tests/e2e, for every model.
 import contextlib
 import copy
 import gc
+import inspect
 import pickle
 import sys
 import types
@@ -34,6 +35,11 @@ def mixer(model: nn.Module) -> nn.Module:
 
 def is_whole(layer: nn.Module) -> bool:
     return type(layer).__module__ == layers.__name__
+
+
+def linear(model: nn.Module) -> int:
+    """Number of linear-attention layers."""
+    return sum(hasattr(m, "conv1d") for m in model.modules())
 
 
 @pytest.fixture
@@ -226,6 +232,45 @@ class TestRestoring:
         assert get_patch_mapping() == mapping
         assert all(vars(m) == attributes for m, attributes in before.items())
         assert not layers._current
+
+    @pytest.mark.parametrize("name", [NAME, "kimi_linear"])
+    def test_a_model_goes_on_across_the_ends_of_a_block(self, name, tmp_path):
+        """Entering and leaving change the class of the layers that exist, and no parameter and no state: a model loaded
+        within a block is one of transformers after it, and a cache filled within is good outside, and the other way."""
+        build(name).save_pretrained(tmp_path)
+        ids = words(5, 1, 70)
+
+        def load() -> nn.Module:
+            return AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+
+        def generate(model: nn.Module) -> list[int]:
+            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "min_new_tokens": 5}
+            return model.generate(ids, **options)[0, 70:].tolist()
+
+        def step(model: nn.Module, cache: DynamicCache, first: int, last: int) -> torch.Tensor:
+            name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+            with torch.inference_mode():
+                return model(ids[:, first:last], use_cache=True, **{name: cache}).logits
+
+        outside = load()
+        expected, caches = generate(outside), [DynamicCache(config=outside.config) for _ in range(2)]
+        with torch.inference_mode():
+            whole = outside(ids).logits
+        kept = [step(outside, caches[0], 0, 60)]
+        with fla_npu.enabled(layers=True) as report:
+            inside = load()
+            assert is_whole(mixer(inside)) and is_whole(mixer(outside))
+            assert generate(inside) == generate(outside) == expected
+            calls = report.calls.copy()
+            kept += [step(inside, caches[0], n, n + 1) for n in range(60, 65)]
+            other = [step(outside, caches[1], 0, 60)]
+            assert (report.calls - calls)[type(mixer(inside)).__name__.removeprefix("Fused")] == 6 * linear(inside)
+        assert not is_whole(mixer(inside)) and not is_whole(mixer(outside))
+        assert generate(inside) == generate(outside) == expected
+        kept += [step(inside, caches[0], n, n + 1) for n in range(65, 70)]
+        other += [step(inside, caches[1], n, n + 1) for n in range(60, 70)]
+        for logits in (kept, other):
+            torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=0, atol=1e-4)
 
     def test_a_constructor_that_raises(self, module):
         """transformers then leaves the replacements in its modules."""
