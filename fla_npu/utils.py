@@ -293,7 +293,8 @@ def tensor_cache(fn: F) -> F:
 
 
 def input_guard(fn: F | None = None, *, no_guard_contiguous: bool | Collection[str] = False) -> Any:
-    """Make every tensor argument contiguous before the call, except those named (or all) in `no_guard_contiguous`.
+    """Make every tensor argument contiguous before the call, except those named (or all) in `no_guard_contiguous`, and
+    the device of the first one the current device during it.
 
     Usable as `@input_guard` and as `@input_guard(no_guard_contiguous=[...])`.
     """
@@ -310,7 +311,10 @@ def input_guard(fn: F | None = None, *, no_guard_contiguous: bool | Collection[s
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         guarded = [guard(names[i] if i < len(names) else None, x) for i, x in enumerate(args)]
-        return fn(*guarded, **{name: guard(name, x) for name, x in kwargs.items()})
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        first = next(tensors, None)
+        with custom_device_ctx(None if first is None else first.device.index):
+            return fn(*guarded, **{name: guard(name, x) for name, x in kwargs.items()})
 
     return wrapper
 

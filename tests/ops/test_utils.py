@@ -528,6 +528,29 @@ def test_input_guard():
     assert utils.contiguous(lambda x: x.is_contiguous())(view)
 
 
+def test_input_guard_enters_the_device_of_the_first_tensor(monkeypatch: pytest.MonkeyPatch):
+    class OnDevice(torch.Tensor):
+        number: int
+
+        @property
+        def device(self) -> SimpleNamespace:
+            return SimpleNamespace(index=self.number)
+
+    def on(number: int) -> torch.Tensor:
+        x = torch.zeros(2).as_subclass(OnDevice)
+        x.number = number
+        return x
+
+    entered: list[int | None] = []
+    monkeypatch.setattr(utils, "custom_device_ctx", lambda index: entered.append(index) or nullcontext())
+    guarded = utils.input_guard(lambda *args, **kwargs: None)
+    guarded(1, on(3), on(2), x=on(1))
+    guarded(1, x=on(1))
+    guarded(1)
+    guarded(torch.zeros(2))
+    assert entered == [3, 1, None, None]
+
+
 def test_autocast_decorators():
     class Double(torch.autograd.Function):
         @staticmethod
