@@ -17,7 +17,8 @@ from fla_npu.ops.problem import Problem, Tensors
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 NO_BACKWARD = (
-    "the fused_recurrent ops have no backward pass: train through chunk_gated_delta_rule, chunk_kda or chunk_gdn2"
+    "the fused_recurrent ops of GDN, KDA and GDN-2 have no backward pass: train through chunk_gated_delta_rule, "
+    "chunk_kda or chunk_gdn2"
 )
 
 

@@ -5,7 +5,7 @@ in FLA's order and refused with a class that FLA's callers can catch:
 
 * `ShapeError` (a `ValueError` and an `AssertionError`) where FLA asserts, where its ops disagree about the class, and
   for shapes, dtypes and devices that FLA does not look at;
-* `ValueError`, `NotImplementedError` and, for `head_first` in chunk GDN, a raised `DeprecationWarning` where FLA has
+* `ValueError`, `NotImplementedError` and, for `head_first` in some ops, a raised `DeprecationWarning` where FLA has
   them; `ValueError` also for values (of `cu_seqlens`, `lower_bound`) that FLA does not look at;
 * `TypeError` where FLA would fail on a missing attribute.
 
@@ -76,8 +76,7 @@ def check_chunk_gdn(
         )
     _check_head_groups(q, v)
     if kwargs:
-        if "head_first" in kwargs:
-            raise DeprecationWarning("head_first has been removed: pass inputs as `[B, T, H, ...]`")
+        _refuse_head_first(kwargs)
         _warn_unknown("chunk_gated_delta_rule", kwargs)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}")
@@ -376,8 +375,6 @@ def check_chunk_gdn2(
         initial_state=initial_state,
         output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_sigmoid=False,
-        neg_eigval=False,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
@@ -437,8 +434,6 @@ def check_recurrent_gdn2(
         initial_state=initial_state,
         output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_sigmoid=False,
-        neg_eigval=False,
         state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
     )
@@ -473,20 +468,87 @@ def check_chunk_delta_product(
         g=g,
         beta=beta,
         decay="none" if g is None else "scalar",
-        gate="none",
-        A_log=None,
-        dt_bias=None,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_sigmoid=False,
-        neg_eigval=False,
-        state_v_first=False,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_size=max(1, 64 // num_householder),
         updates=num_householder,
+    )
+
+
+def check_chunk_delta_rule(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    **kwargs: Any,
+) -> Problem:
+    """Check a call of `chunk_delta_rule`."""
+    _check_ranks(q, k, v)
+    if kwargs:
+        _refuse_head_first(kwargs)
+        _warn_unknown("chunk_delta_rule", kwargs)
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"`chunk_size` must be 16, 32, or 64, got {chunk_size}")
+    _check_packing(q, initial_state, cu_seqlens)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=None,
+        beta=beta,
+        decay="none",
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+    )
+
+
+def check_recurrent_delta_rule(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Problem:
+    """Check a call of `fused_recurrent_delta_rule`. `beta=None` becomes ones, one per value head."""
+    _check_ranks(q, k, v)
+    _check_packing(q, initial_state, cu_seqlens)
+    if isinstance(scale, Real) and not scale > 0:
+        raise ShapeError(f"scale must be positive, got {scale}")
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=None,
+        beta=v.new_ones(v.shape[:3]) if beta is None else beta,
+        beta_per_channel=True,
+        decay="none",
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
     )
 
 
@@ -612,6 +674,15 @@ def _warn_unknown(op: str, kwargs: dict[str, Any], ignored: tuple[str, ...] = ()
             continue
         _warned_names.add(name)
         _warn(f"{op} ignores the argument `{name}`", UserWarning)
+
+
+HEAD_FIRST_REFUSED = frozenset({"chunk_gdn", "chunk_delta_rule"})
+"""Ops whose checks raise for `head_first`, whatever its value."""
+
+
+def _refuse_head_first(kwargs: dict[str, Any]) -> None:
+    if "head_first" in kwargs:
+        raise DeprecationWarning("head_first has been removed: pass inputs as `[B, T, H, ...]`")
 
 
 def _state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
@@ -834,17 +905,17 @@ def _problem(
     g: torch.Tensor | None,
     beta: torch.Tensor,
     decay: str,
-    gate: str,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
     scale: float | None,
     initial_state: torch.Tensor | None,
     output_final_state: bool,
-    qk_l2norm: bool,
-    beta_sigmoid: bool,
-    neg_eigval: bool,
-    state_v_first: bool,
     cu_seqlens: torch.Tensor | None,
+    gate: str = "none",
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    neg_eigval: bool = False,
+    state_v_first: bool = False,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
     gk: torch.Tensor | None = None,

@@ -18,7 +18,7 @@ import torch
 from fla_npu import settings
 from fla_npu.errors import ImplementationError
 from fla_npu.ops import kernels
-from fla_npu.ops.autograd import Result, eager, forward_only, without_autocast
+from fla_npu.ops.autograd import Result, eager, forward_only, gradients_wanted, without_autocast
 from fla_npu.ops.checks import StatePool
 from fla_npu.ops.common.reference import reference_forward
 from fla_npu.ops.kernels import Device, located
@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 OPS = ("chunk_gdn", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd")
 """The ops that there are kernels for, by the short names that `explain` takes."""
 
-WITHOUT_KERNELS = ("chunk_gdn2", "fused_recurrent_gdn2", "chunk_delta_product")
+WITHOUT_KERNELS = (
+    *("chunk_gdn2", "fused_recurrent_gdn2", "chunk_delta_product"),
+    *("chunk_delta_rule", "fused_recurrent_delta_rule"),
+)
 """Those that run on the portable path everywhere."""
 
 
@@ -65,13 +68,16 @@ def _no_kernels(op: str, device: Device, asked: bool) -> str | None:
     return kernels.op_refusal(op, device, asked=asked)
 
 
-def _no_chunk_form(op: str, problem: Problem) -> str | None:
+def no_chunk_form(problem: Problem, *, backward: bool) -> str | None:
+    """Why the chunked dataflow cannot run a call, or None. `backward`: with its gradients."""
     tensors = problem.tensors
+    if tensors.q.shape[1] == 0:
+        return None
     if tensors.gv is not None:
         return "a decay per value channel (gv) has no chunk form"
     if tensors.gk is not None:
         return "a decay per head and one per key channel at once have no chunk form here"
-    if tensors.beta.ndim == 4 and tensors.v.shape[1] > 1:
+    if tensors.beta is not None and tensors.beta.ndim == 4 and (tensors.v.shape[1] > 1 or backward):
         return "a beta per value channel has no chunk form"
     return None
 
@@ -91,7 +97,7 @@ IMPLEMENTATIONS = (
         what="the chunked dataflow in PyTorch",
         run=lambda op, problem: eager(problem),
         refuses_device=lambda op, device, asked: None,
-        refuses_call=_no_chunk_form,
+        refuses_call=lambda op, problem: no_chunk_form(problem, backward=gradients_wanted(problem.tensors)),
         refuses_pool=lambda op, problem: None,
     ),
     Implementation(

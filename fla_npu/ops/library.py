@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fla_npu.ops.autograd import NO_BACKWARD
+from fla_npu.ops.checks import HEAD_FIRST_REFUSED
 from fla_npu.ops.run import differentiable, gradients, run
 
 TENSORS = (
@@ -51,7 +52,7 @@ def traced(op: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None, N
     others = [name for name, value in arguments.items() if name not in silent and value]
     if both_layouts:
         others.append("transpose_state_layout")
-    if op == "chunk_gdn" and "head_first" in arguments:
+    if op in HEAD_FIRST_REFUSED and "head_first" in arguments:
         others.append("head_first")
     o, state = delta_rule(op, ",".join(others), *tensors, *scalars)
     return o, state if arguments.get("output_final_state") else None, None

@@ -18,12 +18,16 @@ _CHECKS: dict[str, Callable[..., Problem]] = {
     "chunk_gdn2": checks.check_chunk_gdn2,
     "fused_recurrent_gdn2": checks.check_recurrent_gdn2,
     "chunk_delta_product": checks.check_chunk_delta_product,
+    "chunk_delta_rule": checks.check_chunk_delta_rule,
+    "fused_recurrent_delta_rule": checks.check_recurrent_delta_rule,
 }
+
+_FORWARD_ONLY = frozenset({"fused_recurrent_gdn", "fused_recurrent_kda", "fused_recurrent_gdn2"})
 
 
 def differentiable(op: str) -> bool:
     """Whether an op has a backward pass."""
-    return op.startswith("chunk")
+    return op not in _FORWARD_ONLY
 
 
 def run(op: str, **arguments: Any) -> dispatch.Result:
@@ -36,7 +40,14 @@ def run(op: str, **arguments: Any) -> dispatch.Result:
 
 
 def gradients(op: str, do: torch.Tensor, d_state: torch.Tensor | None, **arguments: Any) -> Tensors:
-    """Gradients of a call by its tensors, given those of o and of the final state."""
+    """Gradients of a call by its tensors, given those of o and of the final state.
+
+    Raises:
+        NotImplementedError: the call has no chunk form. Only autograd itself can go through the token loop.
+    """
     problem = _CHECKS[op](**arguments)
+    reason = dispatch.no_chunk_form(problem, backward=True)
+    if reason is not None:
+        raise NotImplementedError(f"{reason}, and without one there is no backward pass under torch.compile")
     with without_autocast(do.device.type):
         return chunked_backward(problem, do, d_state, None)

@@ -506,7 +506,7 @@ def test_implementations(op: str):
             assert_accurate("reference", x, y)
     with use_implementation("triton"), pytest.raises(ImplementationError, match="no kernels for this variant"):
         run(op, call)
-    assert set(OPS) == set(dispatch.WITHOUT_KERNELS)
+    assert set(OPS) <= set(dispatch.WITHOUT_KERNELS)
 
 
 EVERYTHING: Arguments = {"l2norm": True, "gate": "softplus", "v_first": True}

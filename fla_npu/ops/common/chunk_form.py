@@ -10,6 +10,8 @@ Linear, arXiv 2510.26692); `e = beta b k` is what a token erases by and `x = bet
     o    = scale (E_0 q S + P u),   P_rs = sum_c q_rc E_rs,c k_sc,   s <= r
     S    = E_0,last S + (E_last k)^T u
 
+Without the delta rule u is x itself.
+
 It is written for reading and for tests: `[chunk, chunk, K]` decays are materialised where g has K channels.
 """
 
@@ -21,12 +23,13 @@ def delta_chunk_form(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    g: torch.Tensor,
+    g: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     w: torch.Tensor | None = None,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
+    delta: bool = True,
     chunk_size: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,10 +37,11 @@ def delta_chunk_form(
 
     Args:
         q, k: `[B,T,H,K]`; v: `[B,T,HV,V]` with `HV` a multiple of `H`.
-        g: log decays `[B,T,HV]` or `[B,T,HV,K]`; -inf is allowed.
+        g: log decays `[B,T,HV]` or `[B,T,HV,K]`; -inf is allowed, None means no decay.
         beta, b, w: `[B,T,HV]`, `[B,T,HV,K]` and `[B,T,HV,V]`; None means 1.
         scale: factor of q, `K ** -0.5` when None.
         initial_state: `[B,HV,K,V]` or None for zeros. Never written to.
+        delta: whether the state's own prediction is taken off v (the delta rule).
         dtype: of all arithmetic and of the results.
 
     Returns:
@@ -54,6 +58,7 @@ def delta_chunk_form(
     beta = v.new_ones(1) if beta is None else beta.to(dtype).transpose(1, 2)[..., None]
     erase = beta * k if b is None else beta * b.to(dtype).transpose(1, 2) * k
     write = beta * v if w is None else beta * w.to(dtype).transpose(1, 2) * v
+    g = v.new_zeros(batch, length, value_heads) if g is None else g
     g = (g if g.ndim == 4 else g[..., None]).to(dtype).transpose(1, 2)
     q = q * scale
     if initial_state is None:
@@ -69,11 +74,13 @@ def delta_chunk_form(
         decay = _pair_decay(cg)
         since_start = cg.cumsum(-2).exp()
 
-        system = torch.eye(tokens, dtype=dtype, device=q.device) + _scores(ce, ck, decay).tril(-1)
-        right_sides = torch.cat([since_start * ce, cx], dim=-1)
-        solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
-        by_state, u = solution.split([key_dim, value_dim], dim=-1)
-        u = u - by_state @ state
+        u = cx
+        if delta:
+            system = torch.eye(tokens, dtype=dtype, device=q.device) + _scores(ce, ck, decay).tril(-1)
+            right_sides = torch.cat([since_start * ce, cx], dim=-1)
+            solution = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
+            by_state, u = solution.split([key_dim, value_dim], dim=-1)
+            u = u - by_state @ state
         outputs.append((since_start * cq) @ state + _scores(cq, ck, decay) @ u)
         state = since_start[:, :, -1, :, None] * state + (decay[:, :, -1] * ck).mT @ u
 

@@ -1,0 +1,411 @@
+"""DeltaNet and the ops without a delta rule against the token loop in float64: outputs, states, gradients, refusals.
+
+Bounds are those of `calls.py` and `test_backward.py`: the dataflow and its roundings are the same.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fla_npu import ops
+from fla_npu.errors import ImplementationError, ShapeError
+from fla_npu.ops import dispatch, library
+from fla_npu.ops.common.recurrence import delta_recurrence
+from fla_npu.ops.delta_rule import naive as delta_naive
+from fla_npu.ops.dispatch import explain, use_implementation
+from fla_npu.testing import CASES, make_inputs, nmse
+from tests.ops import test_variants
+from tests.ops.calls import Arguments, assert_accurate
+
+DELTA = ("chunk_delta_rule", "fused_recurrent_delta_rule")
+OPS = DELTA
+INPUTS = ("q", "k", "v", "g", "gk", "gv", "beta", "initial_state")
+PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta")
+BOUND, DECAY_BOUND = 1e-10, 1e-7  # derived in test_backward.py
+
+
+def make_call(
+    op: str,
+    case: str = "ordinary",
+    *,
+    B: int = 1,
+    T: int = 70,
+    H: int = 2,
+    HV: int = 4,
+    K: int = 16,
+    V: int = 12,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    bounds: list[int] | None = None,
+    state: bool = True,
+    l2norm: bool = False,
+    by_channel: bool = False,
+    **options: Any,
+) -> Arguments:
+    """Keyword arguments of an op.
+
+    Args:
+        l2norm: of the delta rule.
+        by_channel: beta per value channel, of the recurrent delta rule.
+    """
+    if bounds is not None:
+        B, T = 1, bounds[-1]
+    sequences = None if bounds is None else len(bounds) - 1
+    made = make_inputs(case, B=B, T=T, H=H, HV=HV, K=K, V=V, sequences=sequences, dtype=dtype, seed=seed)
+    call: Arguments = {"output_final_state": True, **made._asdict(), **options}
+    generator = torch.Generator().manual_seed(seed + 1)
+    del call["g"]
+    if by_channel and op == "fused_recurrent_delta_rule":
+        call["beta"] = torch.rand(B, T, HV, V, generator=generator).to(dtype)
+    if l2norm:
+        call["use_qk_l2norm_in_kernel"] = True
+        call["q"], call["k"] = 3 * call["q"], 3 * call["k"]
+    if not state:
+        del call["initial_state"]
+    elif dtype == torch.float64:
+        call["initial_state"] = call["initial_state"].double()
+    if bounds is not None:
+        call["cu_seqlens"] = torch.tensor(bounds)
+    return call
+
+
+def run(op: str, call: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return getattr(ops, op)(**call)
+
+
+def expected(op: str, call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and final state in float64, from the public arguments; differentiable."""
+    got = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    if got.get("use_qk_l2norm_in_kernel"):
+        for name in ("q", "k"):
+            got[name] = got[name] / (got[name].square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    tokens = {name: got[name] for name in PER_TOKEN if got.get(name) is not None}
+    state = got.get("initial_state")
+    results = []
+    bounds = call["cu_seqlens"].tolist() if "cu_seqlens" in call else None
+    for n, (a, b) in enumerate(pairwise(bounds or [0, call["q"].shape[1]])):
+        o, final = delta_recurrence(
+            **{name: x[:, a:b] for name, x in tokens.items()},
+            scale=got.get("scale"),
+            initial_state=state if state is None or bounds is None else state[n : n + 1],
+            dtype=torch.float64,
+        )
+        results.append((o, final))
+    outputs, states = zip(*results, strict=True)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+def check(op: str, call: Arguments) -> None:
+    o, state = run(op, call)
+    want_o, want_state = expected(op, call)
+    assert o.dtype == call["q"].dtype
+    assert_accurate("o", o, want_o)
+    if not call["output_final_state"]:
+        assert state is None
+        return
+    assert state is not None and state.dtype == torch.float32
+    assert_accurate("final state", state, want_state)
+
+
+def leaves_of(call: Arguments) -> tuple[Arguments, dict[str, torch.Tensor]]:
+    leaves = {
+        name: call[name].detach().clone().requires_grad_()
+        for name in INPUTS
+        if isinstance(call.get(name), torch.Tensor)
+    }
+    return {**call, **leaves}, leaves
+
+
+def gradients(op: str, call: Arguments) -> dict[str, torch.Tensor]:
+    call, leaves = leaves_of(call)
+    results = run(op, call)
+    torch.autograd.backward([x for x in results if x is not None], test_variants.starts_of(results))
+    return {name: x.grad for name, x in leaves.items()}
+
+
+def expected_gradients(op: str, call: Arguments) -> dict[str, torch.Tensor]:
+    starts = [x.double() for x in test_variants.starts_of(run(op, call))]
+    _, leaves = leaves_of({name: x.double() if isinstance(x, torch.Tensor) else x for name, x in call.items()})
+    results = expected(op, {**call, **leaves})[: len(starts)]
+    grads = torch.autograd.grad(results, list(leaves.values()), starts, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def check_gradients(op: str, call: Arguments) -> None:
+    got, want = gradients(op, call), expected_gradients(op, call)
+    for name, x in got.items():
+        assert x.dtype == call[name].dtype, name
+        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name in ("g", "gk", "gv") else BOUND)
+
+
+# --- forward ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw: st.DrawFn, op: str, cases: tuple[str, ...] = CASES, longest: int = 300) -> Arguments:
+    """Any legal call of moderate size."""
+    bounds = None
+    if draw(st.booleans()):
+        bounds = [0]
+        for piece in draw(st.lists(st.sampled_from([0, 0, 1, 1, 2, 15, 31, 32, 33, 64, 65]), min_size=1, max_size=5)):
+            bounds.append(min(bounds[-1] + piece, longest))
+    H, HV = draw(st.sampled_from([(1, 1), (2, 2), (1, 3), (2, 4)]))
+    options: Arguments = {"scale": 0.3} if draw(st.booleans()) else {}
+    return make_call(
+        op,
+        draw(st.sampled_from(cases)),
+        B=draw(st.sampled_from([1, 2])),
+        T=min(longest, draw(st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65, 130, 200]))),
+        H=H,
+        HV=HV,
+        K=draw(st.sampled_from([1, 12, 16, 60, 96])),
+        V=draw(st.sampled_from([1, 12, 16, 60, 100])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16])),
+        seed=draw(st.integers(0, 9)),
+        bounds=bounds,
+        state=draw(st.booleans()),
+        l2norm=op in DELTA and draw(st.booleans()),
+        by_channel=draw(st.integers(0, 3)) == 0,
+        **{**options, "output_final_state": draw(st.integers(0, 4)) > 0},
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_call(op: str, data: st.DataObject):
+    check(op, data.draw(calls(op)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_input(op: str, case: str):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check(op, make_call(op, case, B=2, T=100, K=24, V=20, dtype=dtype))
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_chunk_size_of_the_delta_rule(chunk_size: int):
+    check("chunk_delta_rule", make_call("chunk_delta_rule", T=130, chunk_size=chunk_size))
+
+
+def test_the_delta_rule_is_the_gated_one_without_a_decay():
+    call = make_call("chunk_delta_rule", T=100, l2norm=True)
+    want = ops.chunk_gated_delta_rule(**call, g=torch.zeros(1, 100, 4))
+    assert all(nmse(x, y) < 1e-13 for x, y in zip(run("chunk_delta_rule", call), want, strict=True))
+
+
+def test_beta_of_one():
+    call = make_call("fused_recurrent_delta_rule", beta=None)
+    check("fused_recurrent_delta_rule", call)
+    ones = {**call, "beta": torch.ones(1, 70, 4)}
+    assert all(map(torch.equal, run("fused_recurrent_delta_rule", call), run("fused_recurrent_delta_rule", ones)))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cuts", [[1, 2, 3], [32], [69], [21, 40]])
+def test_pieces_equal_one_pass(op: str, cuts: list[int]):
+    """Prefill and decoding: one call after the other, with the state in between."""
+    call = make_call(op, B=2)
+    outputs, state = [], call["initial_state"]
+    for a, b in pairwise([0, *cuts, 70]):
+        piece = {name: call[name][:, a:b] for name in PER_TOKEN if name in call}
+        o, state = run(op, {**call, **piece, "initial_state": state})
+        outputs.append(o)
+    for x, y in zip((torch.cat(outputs, 1), state), expected(op, call), strict=True):
+        assert_accurate("pieces", x, y)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float64_is_computed_in_float64(op: str):
+    """Up to the digits of FLA's float32 constant for 1 / ln 2."""
+    call = make_call(op, T=100, dtype=torch.float64)
+    for x, y in zip(run(op, call), expected(op, call), strict=True):
+        assert x.dtype == torch.float64 and nmse(x, y) < 1e-15
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arguments_are_not_written_to(op: str):
+    call = make_call(op, "time fastest", T=100)
+    before = {name: call[name].clone() for name in INPUTS if name in call}
+    gradients(op, call)
+    assert all(torch.equal(call[name], x) for name, x in before.items())
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_gradients_of_any_call(op: str, data: st.DataObject):
+    cases = tuple(case for case in CASES if case != "equal keys")
+    call = data.draw(calls(op, cases, longest=130))
+    assume(call["q"].shape[1] > 0 and call["q"].shape[-1] > 1)  # a norm of one channel has a gradient of rounding alone
+    check_gradients(op, call)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_tokens_hand_the_gradient_through(op: str):
+    call = make_call(op, T=0)
+    got = gradients(op, call)
+    start = test_variants.starts_of((torch.empty(1, 0, 4, 12), torch.empty(1, 4, 16, 12)))[1]
+    assert torch.equal(got["initial_state"], start)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_numerical_gradients(op: str):
+    """By finite differences in float64."""
+    call, leaves = leaves_of(make_call(op, T=70, H=1, HV=2, K=3, V=2, dtype=torch.float64))
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return run(op, {**call, **dict(zip(leaves, tensors, strict=True))})
+
+    # The seventh digit is that of FLA's float32 constant for 1 / ln 2.
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()), rtol=1e-5, atol=1e-6, fast_mode=True)
+
+
+# --- implementations, graphs --------------------------------------------------------------------------------------
+
+
+def test_every_op_without_kernels_is_tested():
+    assert {*OPS, *test_variants.OPS} == set(dispatch.WITHOUT_KERNELS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_implementations(op: str):
+    assert explain(op).implementation == "eager"
+    choice = explain(op, "npu", chip="910B3")
+    assert choice.implementation == "eager" and "there are no kernels for" in choice.reason
+    call = make_call(op, bounds=[0, 1, 1, 40])
+    with use_implementation("reference"):
+        for x, y in zip(run(op, call), expected(op, call), strict=True):
+            assert_accurate("reference", x, y)
+    with use_implementation("triton"), pytest.raises(ImplementationError, match="there are no kernels for"):
+        run(op, call)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("options", [{}, {"bounds": [0, 1, 1, 40]}, {"output_final_state": False, "state": False}])
+def test_in_a_graph(op: str, options: Arguments):
+    torch.compiler.reset()
+    call = make_call(op, **options)
+
+    def model(call: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, state = run(op, {**call, "v": call["v"] * 2})
+        return o + 1, state
+
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for x, y in zip(fast(call), model(call), strict=True):
+        assert (x is None and y is None) or (torch.equal(x, y) and x.stride() == y.stride())
+    grads = []
+    for function in (fast, model):
+        leafy, leaves = leaves_of(call)
+        results = function(leafy)
+        torch.autograd.backward([x for x in results if x is not None], test_variants.starts_of(results))
+        grads.append({name: x.grad for name, x in leaves.items()})
+    assert all(torch.equal(grads[1][name], x) for name, x in grads[0].items())
+
+
+@pytest.mark.parametrize("op", ["fused_recurrent_delta_rule"])
+@pytest.mark.parametrize("T", [1, 5])
+def test_by_channel_in_a_graph(op: str, T: int):
+    """Forward as ever; backward only outside of a graph, where autograd walks the token loop."""
+    torch.compiler.reset()
+    call = make_call(op, T=T, by_channel=True)
+    check_gradients(op, call)
+    fast = torch.compile(lambda call: run(op, call), fullgraph=True, backend="aot_eager")
+    assert torch.equal(fast(call)[0], run(op, call)[0])
+    with pytest.raises(NotImplementedError, match=r"per value channel.* no backward pass under torch\.compile"):
+        fast(leaves_of(call)[0])[0].sum().backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_library(op: str):
+    taken: list[Any] = []
+
+    def take(*args: Any) -> tuple[None, None]:
+        taken.extend(args)
+        return None, None
+
+    call, _ = leaves_of(make_call(op, T=40, B=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "delta_rule", take)
+        library.traced(op, call)
+    torch.library.opcheck(library.delta_rule, tuple(taken))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_changes_nothing(op: str):
+    call = make_call(op, T=100, dtype=torch.bfloat16)
+    want, want_grads = run(op, call), gradients(op, call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, grads = run(op, call), gradients(op, call)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert all(torch.equal(grads[name], x) for name, x in want_grads.items())
+
+
+# --- FLA's reference names ----------------------------------------------------------------------------------------
+
+
+def test_naive_delta_rule():
+    call = make_call("chunk_delta_rule", H=2, HV=2, dtype=torch.float16)
+    heads_first = [call[name].transpose(1, 2) for name in ("q", "k", "v", "beta")]
+    want_o, want_state = expected("chunk_delta_rule", call)
+    o, state = delta_naive.delta_rule_recurrence(*heads_first, initial_state=call["initial_state"])
+    assert_accurate("o", o.transpose(1, 2), want_o)
+    assert o.dtype == torch.float16 and state is not None
+    assert_accurate("state", state, want_state)
+    assert delta_naive.delta_rule_recurrence(*heads_first, output_final_state=False)[1] is None
+    del call["initial_state"]
+    want_o, want_state = expected("chunk_delta_rule", call)
+    o, state = delta_naive.delta_rule_chunkwise(*heads_first)
+    assert_accurate("o", o.transpose(1, 2), want_o)
+    assert_accurate("state", state, want_state)
+    o, A = delta_naive.delta_rule_parallel(*heads_first)
+    assert_accurate("o", o.transpose(1, 2), want_o)
+    _, _, v, beta = (x.float() for x in heads_first)
+    assert_accurate("o", A @ (beta[..., None] * v), want_o.transpose(1, 2))
+
+
+def test_given_up_names():
+    with pytest.raises(NotImplementedError, match="use chunk_delta_rule"):
+        ops.fused_chunk_delta_rule(q=None)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+ANY_BAD = [
+    ({"k": torch.zeros(1, 69, 2, 16)}, ShapeError, r"q and k must have the same shape"),
+    ({"v": torch.zeros(1, 70, 3, 12)}, ShapeError, r"HV=3\) must be evenly divisible by num_heads \(H=2\)"),
+    ({"v": torch.zeros(1, 70, 4, 12).half()}, ShapeError, r"q, k and v must have one dtype"),
+    ({"q": None}, TypeError, r"q must be a torch.Tensor, got NoneType None"),
+    ({"cu_seqlens": torch.tensor([0, 30, 70])}, ValueError, r"number of initial states .* 2 rather than 1"),
+    ({"cu_seqlens": torch.tensor([0, 60])}, ValueError, r"cu_seqlens must start at 0 and end at T=70, got 0 and 60"),
+    ({"initial_state": torch.zeros(1, 4, 12, 16)}, ShapeError, r"initial_state must have shape"),
+    ({"scale": "1"}, TypeError, r"scale must be a number or None"),
+]
+REFUSALS = [
+    *[(op, *bad) for op in OPS for bad in ANY_BAD],
+    *[(op, {"beta": torch.zeros(1, 70, 2)}, ShapeError, r"beta must have shape \[B, T, HV\]=") for op in DELTA],
+    ("chunk_delta_rule", {"beta": torch.zeros(1, 70, 4, 12)}, ShapeError, r"beta must have shape \[B, T, HV\]="),
+    ("chunk_delta_rule", {"chunk_size": 128}, ValueError, r"`chunk_size` must be 16, 32, or 64, got 128"),
+    ("chunk_delta_rule", {"head_first": False}, DeprecationWarning, r"head_first has been removed"),
+    ("fused_recurrent_delta_rule", {"scale": 0.0}, AssertionError, r"scale must be positive, got 0.0"),
+]
+
+
+@pytest.mark.parametrize(("op", "wrong", "error", "message"), REFUSALS)
+def test_refusals(op: str, wrong: Arguments, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        run(op, {**make_call(op), **wrong})
+
+
+@pytest.mark.parametrize("op", ["chunk_delta_rule"])
+def test_unknown_arguments_are_named(op: str):
+    with pytest.warns(UserWarning, match=f"{op} ignores the argument `{op}_typo`"):
+        run(op, {**make_call(op), f"{op}_typo": True})
