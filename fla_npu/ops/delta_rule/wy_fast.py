@@ -1,11 +1,5 @@
-"""FLA's module of this name holds steps between its kernels, which have no counterpart here."""
+"""Empty: FLA's module of this name holds steps between its kernels, which the ops here do not have."""
 
-from fla_npu.ops.utils.internals import without_counterpart
+from fla_npu.ops.utils.internals import steps_between_kernels
 
-__getattr__ = without_counterpart(
-    __name__,
-    "prepare_wy_repr_fwd",
-    "recompute_w_u_fwd",
-    "prepare_wy_repr_bwd",
-    instead="fla_npu.ops.delta_rule.chunk_delta_rule",
-)
+__getattr__ = steps_between_kernels(__name__, "fla_npu.ops.delta_rule.chunk_delta_rule")
