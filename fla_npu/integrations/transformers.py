@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -281,9 +282,10 @@ def torch_path() -> Iterator[Report]:
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function named `<module>:<name>`."""
+    """The function named `<module>:<name>`, or `<module>:<class>.<name>`."""
     module, name = target.split(":")
-    return getattr(importlib.import_module(module), name)
+    function: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module))
+    return function
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:

@@ -2,16 +2,18 @@
 
 import importlib
 import inspect
+import operator
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 import fla_npu
 import fla_npu.layers
-from fla_npu.integrations import fla_backend, imports
+from fla_npu.integrations import fla_backend, imports, transformers
 from fla_npu.integrations.transformers import torch_path
 from tests.tiny_models import tiny_model
 
@@ -20,12 +22,10 @@ if not imports.installed_elsewhere("fla"):
 try:
     import fla
     from fla import backends
-    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, KDAConfig, KDAForCausalLM
 except ImportError as error:
     pytest.skip(f"FLA cannot be imported: {error}", allow_module_level=True)
 
-LAYER = {"hidden_size": 64, "head_dim": 16, "num_heads": 2, "layer_idx": 0}
-MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "num_heads": 2, "vocab_size": 256}
+HEADS = {"head_dim": 16, "num_heads": 2}
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="FLA finds a GPU's driver")
 
 
@@ -38,6 +38,7 @@ def state() -> dict[str, object]:
         for key, value in vars(module).items()
         if key != "__builtins__" and (inspect.isroutine(value) or inspect.isclass(value))
     }
+    modules["loss"] = id(fla.modules.FusedCrossEntropyLoss.forward)
     registries = [*backends._operation_registries.values(), *backends._function_registries.values()]
     return modules | {
         f"{number} {registry.operation_name}": (dict(registry._backends), set(registry._logged))
@@ -69,22 +70,34 @@ def test_models_of_transformers_run_where_fla_finds_no_driver(family):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "ops"),
-    [
-        ("GatedDeltaNet", ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule_fwd")),
-        ("KimiDeltaAttention", ("chunk_kda", "fused_recurrent_kda_fwd")),
-        ("GatedDeltaNet2", ("chunk_gdn2", "fused_recurrent_gdn2")),
-        ("GatedDeltaProduct", ("chunk_gated_delta_product", "fused_recurrent_gated_delta_rule_fwd")),
-    ],
-)
-def test_layers_of_fla_compute_what_those_of_fla_npu_do(name, ops):
+LAYERS = {
+    "gated_deltanet.GatedDeltaNet": (HEADS, "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule_fwd"),
+    "kda.KimiDeltaAttention": (HEADS, "chunk_kda", "fused_recurrent_kda_fwd"),
+    "gdn2.GatedDeltaNet2": (HEADS, "chunk_gdn2", "fused_recurrent_gdn2"),
+    "gated_deltaproduct.GatedDeltaProduct": (
+        HEADS,
+        "chunk_gated_delta_product",
+        "fused_recurrent_gated_delta_rule_fwd",
+    ),
+    "delta_net.DeltaNet": ({"num_heads": 2, "use_gate": True}, "chunk_delta_rule", "fused_recurrent_delta_rule"),
+}
+"""Layer -> its arguments, and FLA's functions for more and for fewer than 64 tokens."""
+
+
+@pytest.mark.parametrize("path", LAYERS)
+def test_layers_of_fla_compute_what_those_of_fla_npu_do(path):
+    options, chunk, recurrent = LAYERS[path]
+    module, name = path.split(".")
     torch.manual_seed(0)
-    theirs = getattr(importlib.import_module("fla.layers"), name)(**LAYER)
-    ours = getattr(fla_npu.layers, name)(**LAYER)
+    theirs, ours = (
+        getattr(importlib.import_module(f"{package}.layers.{module}"), name)(hidden_size=64, layer_idx=0, **options)
+        for package in ("fla", "fla_npu")
+    )
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 80, 64)
-    bounds = torch.tensor([0, 30, 80])
+    packed = {"cu_seqlens": torch.tensor([0, 30, 80])}
+    mask = torch.ones(2, 80)
+    mask[0, :9] = 0
     with fla_npu.enabled() as report:
         results = [layer(x)[0] for layer in (theirs, ours)]
         for result in results:
@@ -92,24 +105,35 @@ def test_layers_of_fla_compute_what_those_of_fla_npu_do(name, ops):
         gradients = [[p.grad for p in layer.parameters()] for layer in (theirs, ours)]
         with torch.no_grad():
             results += [layer.eval()(x[:, :10])[0] for layer in (theirs, ours)]
-            results += [layer(x[:1], cu_seqlens=bounds)[0] for layer in (theirs, ours)]
+            results += [layer(x[:1], **packed)[0] for layer in (theirs, ours)]
+            results += [layer(x, attention_mask=mask)[0] for layer in (theirs, ours)]
     # The same functions are called with the same arguments.
     for mine, their in zip(results[1::2], results[::2], strict=True):
         torch.testing.assert_close(mine, their, rtol=0, atol=1e-6)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
-    chunk, recurrent = ops
     # Chunks for training and for more than 64 tokens, steps for 10 tokens; the layers of fla_npu are not counted.
-    assert report.calls[chunk] == 2 and report.calls[recurrent] == 1
+    assert report.calls[chunk] == 3 and report.calls[recurrent] == 1
     assert report.calls["causal_conv1d"] and report.calls["rms_norm_gated"]
 
 
-@pytest.mark.parametrize(
-    ("model_class", "config"),
-    [(GatedDeltaNetForCausalLM, GatedDeltaNetConfig(**MODEL)), (KDAForCausalLM, KDAConfig(**MODEL))],
-)
-def test_models_of_fla_prefill_decode_and_keep_packed_sequences_apart(model_class, config):
+MODELS = {
+    "GatedDeltaNet": HEADS,
+    "KDA": HEADS,
+    "GatedDeltaProduct": HEADS,
+    "DeltaNet": {"num_heads": 2},
+    "Mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16},
+}
+
+
+def model_of_fla(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = model_class(config).eval()
+    config = getattr(fla.models, f"{name}Config")(num_hidden_layers=2, hidden_size=64, vocab_size=256, **MODELS[name])
+    return getattr(fla.models, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_fla_prefill_decode_and_keep_packed_sequences_apart(name):
+    model = model_of_fla(name).eval()
     ids = torch.randint(3, 256, (1, 90), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode(), fla_npu.enabled():
         whole = model(ids).logits
@@ -119,15 +143,17 @@ def test_models_of_fla_prefill_decode_and_keep_packed_sequences_apart(model_clas
         for token in ids[:, 84:].split(1, dim=1):
             output = model(token, use_cache=True, past_key_values=output.past_key_values)
             steps.append(output.logits)
+        torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
+        if name == "Mamba2":
+            return  # FLA's own code, which takes no packed sequences
         packed = model(ids, cu_seqlens=torch.tensor([0, 30, 90])).logits
         alone = torch.cat([model(part).logits for part in ids.split([30, 60], dim=1)], dim=1)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-5)
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
 
 
-def test_a_model_of_fla_trains():
-    torch.manual_seed(0)
-    model = KDAForCausalLM(KDAConfig(**MODEL))
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_fla_train(name):
+    model = model_of_fla(name)
     ids = torch.randint(3, 256, (2, 70), generator=torch.Generator().manual_seed(2))
     with fla_npu.enabled():
         loss = model(ids, labels=ids).loss
@@ -136,6 +162,65 @@ def test_a_model_of_fla_trains():
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("activation", "definition"),
+    [
+        ("sigmoid", torch.sigmoid),
+        ("logsigmoid", torch.nn.functional.logsigmoid),
+        ("swish", torch.nn.functional.silu),
+    ],
+)
+def test_activations_that_layers_keep(activation, definition):
+    from fla.modules.activations import ACT2FN
+
+    kept = ACT2FN[activation]
+    x = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    with fla_npu.enabled() as report:
+        y = kept(x)
+        y.backward(torch.ones_like(y) * 3)
+    expected = x.detach().requires_grad_()
+    definition(expected).sum().mul(3).backward()
+    torch.testing.assert_close(y, definition(x))
+    torch.testing.assert_close(x.grad, expected.grad)
+    assert report.calls == {f"{activation}_fwd": 1, f"{activation}_bwd": 1}
+
+
+def test_what_takes_the_place_of_a_function_has_its_arguments():
+    for module, functions in fla_backend.TARGETS.items():
+        for name, target in functions.items():
+            theirs = operator.attrgetter(name)(importlib.import_module(module))
+            path = target.function or f"{module.replace('fla', 'fla_npu', 1).removesuffix('.ops')}:{name}"
+            ours = inspect.signature(transformers.load(path)).parameters
+            expected = inspect.signature(inspect.unwrap(theirs)).parameters
+            if any(p.kind is p.VAR_KEYWORD for p in ours.values()) or inspect.ismethod(theirs):
+                continue  # adapters, and `Function.apply`, which names none
+            named = [p for p in expected.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            assert [p.name for p in named] == list(ours)[: len(named)], (module, name)
+
+
+def test_functions_that_other_modules_have_imported_are_served_and_put_back():
+    user = types.ModuleType("user_of_fla")
+    original = user.chunk = fla.ops.delta_rule.chunk_delta_rule
+    sys.modules[user.__name__] = user
+    q, beta = torch.nn.functional.normalize(torch.randn(1, 5, 2, 16), dim=-1), torch.rand(1, 5, 2)
+    try:
+        with fla_npu.enabled() as report:
+            assert user.chunk is not original
+            o, _ = user.chunk(q, q, q, beta)
+        assert report.calls == {"chunk_delta_rule": 1} and o.shape == q.shape
+        assert user.chunk is original
+    finally:
+        del sys.modules[user.__name__]
+
+
+def test_a_loss_over_several_devices_stays_with_fla():
+    loss = fla.modules.FusedCrossEntropyLoss(process_group=object())
+    logits, target = torch.randn(3, 8), torch.zeros(3, dtype=torch.long)
+    with fla_npu.enabled() as report, pytest.raises(AssertionError, match="CUDA"):
+        loss(logits, target)
+    assert report.delegated == {"FusedCrossEntropyLoss.forward": 1} and not report.calls
 
 
 def test_everything_is_put_back():
@@ -149,7 +234,7 @@ def test_everything_is_put_back():
         } <= set(report.patched)
         assert not [name for name in report.skipped if name.startswith("fla")]
         assert state() != before
-        KDAForCausalLM(KDAConfig(**MODEL))(torch.ones(1, 5, dtype=torch.long))
+        model_of_fla("KDA")(torch.ones(1, 5, dtype=torch.long))
         assert fla_backend.BACKEND in logged()
     assert state() == before
     assert fla_backend.BACKEND not in logged()
