@@ -1,9 +1,17 @@
 """Token-mixing layers, under FLA's names."""
 
 from fla_npu.layers.attn import Attention
+from fla_npu.layers.delta_net import DeltaNet
 from fla_npu.layers.gated_deltanet import GatedDeltaNet
 from fla_npu.layers.gated_deltaproduct import GatedDeltaProduct
 from fla_npu.layers.gdn2 import GatedDeltaNet2
 from fla_npu.layers.kda import KimiDeltaAttention
 
-__all__ = ["Attention", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "KimiDeltaAttention"]
+__all__ = [
+    "Attention",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
+    "KimiDeltaAttention",
+]

@@ -3,11 +3,26 @@
 import torch
 import torch.nn.functional as F
 
-from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct
+from fla_npu.layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct
+from fla_npu.ops.common.recurrence import delta_recurrence
+
+ACTIVATIONS = {
+    "elu": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+    "silu": lambda x: x * torch.sigmoid(x),
+    "identity": lambda x: x,
+}
 
 
-def forward(layer, x):
-    """`layer(x)` for one unpadded batch `[B, T, hidden]`, from the parameters alone."""
+def forward(layer, x, **options):
+    """`layer(x)` for one unpadded batch `[B, T, hidden]`, from the parameters alone; for the layers without a gated
+    delta rule also from the constructor's options."""
+    if isinstance(layer, DeltaNet):
+        return _delta_net(layer, x, options)
+    return _gated_delta_rule(layer, x)
+
+
+def _gated_delta_rule(layer, x):
     B, T = x.shape[:2]
     H, HV, K, V = layer.num_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     R, n = HV // H, getattr(layer, "num_householder", 1)
@@ -60,7 +75,24 @@ def forward(layer, x):
     return o.flatten(2) @ layer.o_proj.weight.T
 
 
-def _mixed(layer, name, x):
+def _delta_net(layer, x, options):
+    H, V = layer.num_heads, layer.value_dim // layer.num_heads
+    activation = ACTIVATIONS[options.get("qk_activation", "silu")]
+    q, k, v = (_mixed(layer, name, x, activation if name != "v" else F.silu).unflatten(-1, (H, -1)) for name in "qkv")
+    if options.get("qk_norm") == "sum":
+        q, k = (t / t.sum(-1, keepdim=True) for t in (q, k))  # of positive numbers
+    else:
+        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    beta = torch.sigmoid(x @ layer.b_proj.weight.T) if hasattr(layer, "b_proj") else x.new_ones(*x.shape[:2], H)
+    beta = beta * (2 if options.get("allow_neg_eigval") else 1)
+    o, _ = delta_recurrence(q, k, v, beta=beta, dtype=x.dtype)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
+    if hasattr(layer, "g_proj"):
+        o = o * F.silu((x @ layer.g_proj.weight.T).unflatten(-1, (H, V)))
+    return o.flatten(2) @ layer.o_proj.weight.T
+
+
+def _mixed(layer, name, x, activation=F.silu):
     y = x @ getattr(layer, f"{name}_proj").weight.T
     if layer.use_short_conv:
         conv = getattr(layer, f"{name}_conv1d")
@@ -69,4 +101,4 @@ def _mixed(layer, name, x):
         y = (windows * conv.weight[:, 0]).sum(-1)
         if conv.bias is not None:
             y = y + conv.bias
-    return F.silu(y)
+    return activation(y)

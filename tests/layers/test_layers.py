@@ -1,6 +1,7 @@
 """The layers: FLA's parameters, the mathematics, and every way of feeding them tokens against one pass."""
 
 import copy
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,14 @@ import fla_npu.layers.gated_deltaproduct as product_module
 import fla_npu.layers.gdn2 as gdn2_module
 import fla_npu.layers.kda as kda_module
 from fla_npu.errors import ShapeError
-from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
+from fla_npu.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    KimiDeltaAttention,
+)
+from fla_npu.layers.delta import DeltaLayer
 from fla_npu.models.utils import Cache
 from tests.layers import reference
 
@@ -19,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:use_short_conv=False")
 
 HIDDEN = 24
 SMALL = {"hidden_size": HIDDEN, "head_dim": 8, "num_heads": 2, "layer_idx": 0}
+WIDTH = {"hidden_size": HIDDEN, "num_heads": 2, "layer_idx": 0}
+"""Layers whose head sizes follow from their width have heads of 12 channels."""
 
 VARIANTS = {
     "gdn": (GatedDeltaNet, {}),
@@ -38,7 +48,20 @@ VARIANTS = {
     "product-gva": (GatedDeltaProduct, {"num_v_heads": 4, "expand_v": 1.5, "num_householder": 3, "conv_bias": True}),
     "product-no-gates": (GatedDeltaProduct, {"use_output_gate": False, "use_forget_gate": False}),
     "product-of-one": (GatedDeltaProduct, {"num_householder": 1, "allow_neg_eigval": False, "use_short_conv": False}),
+    "delta-net": (DeltaNet, {}),
+    "delta-net-gate": (DeltaNet, {"use_gate": True, "allow_neg_eigval": True, "conv_bias": True, "expand_v": 2}),
+    "delta-net-sum": (DeltaNet, {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False, "expand_k": 0.5}),
+    "delta-net-no-conv": (DeltaNet, {"qk_activation": "identity", "use_short_conv": False}),
 }
+K_FIRST = (GatedDeltaNet2, GatedDeltaProduct, DeltaNet)
+
+
+def made(variant):
+    """A small layer and, for the reference, the options that it was made with."""
+    cls, options = VARIANTS[variant]
+    layer = cls(**(SMALL if issubclass(cls, DeltaLayer) else WIDTH), **options)
+    layer.reference = partial(reference.forward, **({} if isinstance(layer, DeltaLayer) else options))
+    return layer
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +74,11 @@ def one_thread():
 
 @pytest.fixture(params=VARIANTS)
 def layer(request):
-    cls, options = VARIANTS[request.param]
     torch.manual_seed(0)
-    layer = cls(**SMALL, **options).eval()
+    layer = made(request.param).eval()
     with torch.no_grad():
         for name, p in layer.named_parameters():
-            if name.startswith("o_norm"):
+            if "norm" in name:
                 p.normal_(1, 0.3)
             elif p.ndim == 2:
                 p.mul_(3)
@@ -194,7 +216,7 @@ def test_matches_the_plain_layer(layer, T, grad):
     """T = 5 without autograd runs the recurrent op, the rest the chunk op."""
     torch.manual_seed(1)
     x = torch.randn(2, T, HIDDEN)
-    expected = reference.forward(copy.deepcopy(layer).double(), x.double()).detach()
+    expected = layer.reference(copy.deepcopy(layer).double(), x.double()).detach()
     with torch.set_grad_enabled(grad):
         o, weights, cache = layer(x)
     assert weights is None and cache is None and o.dtype == torch.float32
@@ -206,7 +228,7 @@ def test_training_gradients(layer):
     x, do = torch.randn(2, 67, HIDDEN), torch.randn(2, 67, HIDDEN)
     plain = copy.deepcopy(layer).double()
     x_plain = x.double().requires_grad_()
-    expected = torch.autograd.grad(reference.forward(plain, x_plain), [x_plain, *plain.parameters()], do.double())
+    expected = torch.autograd.grad(layer.reference(plain, x_plain), [x_plain, *plain.parameters()], do.double())
     layer.train()
     x.requires_grad_()
     actual = torch.autograd.grad(layer(x)[0], [x, *layer.parameters()], do)
@@ -249,12 +271,11 @@ def test_prefill_in_pieces_and_decoding_equal_one_pass(layer, cuts):
     assert cache.get_seq_length() == 70
     state = cache[0]
     sides = (layer.head_v_dim, layer.head_k_dim)
-    k_first = isinstance(layer, GatedDeltaNet2 | GatedDeltaProduct)
-    assert state["recurrent_state"].shape == (2, layer.num_v_heads, *(sides[::-1] if k_first else sides))
+    heads = layer.value_dim // layer.head_v_dim
+    assert state["recurrent_state"].shape == (2, heads, *(sides[::-1] if isinstance(layer, K_FIRST) else sides))
     assert state["recurrent_state"].dtype == torch.float32
     if layer.use_short_conv:
-        n = getattr(layer, "num_householder", 1)
-        sizes = (layer.key_dim, layer.key_dim * n, layer.value_dim * n)
+        sizes = (layer.q_proj.out_features, layer.k_proj.out_features, layer.v_proj.out_features)
         assert [tuple(s.shape) for s in state["conv_state"]] == [(2, d, layer.conv_size) for d in sizes]
     else:
         assert state["conv_state"] is None
@@ -403,8 +424,7 @@ def test_half_precision(layer):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpoint_round_trip(variant):
-    cls, options = VARIANTS[variant]
-    layer, other = cls(**SMALL, **options), cls(**SMALL, **options)
+    layer, other = made(variant), made(variant)
     x = torch.randn(1, 6, HIDDEN)
     assert not torch.equal(other(x)[0], layer(x)[0])
     other.load_state_dict(layer.state_dict(), strict=True)
@@ -532,11 +552,12 @@ def test_forward_refusals(layer):
     layer.layer_idx = None
     with pytest.raises(ValueError, match=rf"{type(layer).__name__} requires `layer_idx`"):
         layer(x, past_key_values=Cache())
-    layer.mode = "fused_recurrent"
-    layer.train()
-    with torch.no_grad(), pytest.raises(AssertionError, match=r"Only chunk mode is supported in training"):
-        layer(x)
-    layer.eval()
+    if isinstance(layer, DeltaLayer):
+        layer.mode = "fused_recurrent"
+        layer.train()
+        with torch.no_grad(), pytest.raises(AssertionError, match=r"Only chunk mode is supported in training"):
+            layer(x)
+        layer.eval()
     with pytest.raises(ValueError, match=r"batch"):
         layer(x, cu_seqlens=torch.tensor([0, 6]))
 
