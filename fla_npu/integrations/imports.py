@@ -44,8 +44,9 @@ class _Root(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__" and self.__name__ == "fla":
-            layers, models = (importlib.import_module(f"{self._target}.{part}") for part in ("layers", "models"))
-            return [*layers.__all__, *(name for name in models.__all__ if not name.endswith("Config"))]
+            # As FLA: without configurations, and without what needs an extra that is not there.
+            parts = [importlib.import_module(f"{self._target}.{part}") for part in ("layers", "models")]
+            return [x for part in parts for x in part.__all__ if x in vars(part) and not x.endswith("Config")]
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         target = importlib.import_module(self._target)

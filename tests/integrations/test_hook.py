@@ -13,7 +13,6 @@ import types
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.monkey_patching import get_patch_mapping
 
 import fla_npu
 import fla_npu.layers
@@ -343,7 +342,7 @@ print(len(seen))
             assert report.calls["Qwen3_5GatedDeltaNet"] == 3 and report.calls["chunk_gated_delta_rule"] == 6
         fla_npu.disable()
         assert module.Qwen3_5GatedDeltaNet is new and any(type(m) is new for m in later.modules())
-        assert not get_patch_mapping()
+        assert not layers._patching().get_patch_mapping()
 
     def test_have_loaders_that_can_what_others_can(self, forgotten_modeling_module):
         """`python -m` and debuggers ask for more than to load."""
@@ -517,7 +516,8 @@ def test_works_without_transformers_and_triton():
         "import sys; sys.modules.update(transformers=None, triton=None)\n"
         "import fla_npu, fla_npu.integrations.hook as hook\n"
         "hook._version = {}.get\n"
-        "print(*fla_npu.enable().skipped)"
+        "print(*fla_npu.enable().skipped)\n"
+        "hook.installed_elsewhere('fla') or exec('from fla import *; GatedDeltaNet')"
     )
     assert "transformers" in run(code)
 
