@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
+from fla_npu.layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
 from fla_npu.layers.attn import Attention
 from fla_npu.modules import GatedMLP, ShortConvolution
 
@@ -93,6 +93,11 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
         counts=("num_heads", "num_v_heads"),
         sizes=("key_dim", "value_dim"),
         axes={"[kvb]_proj.weight": _updates, "[kv]_conv1d.*": _updates, "[ag]_proj.weight": 0, **HEAD_AXES},
+    ),
+    DeltaNet: Layout(
+        counts=("num_heads",),
+        sizes=("key_dim", "value_dim"),
+        axes={"g_proj.weight": 0, **HEAD_AXES},
     ),
     Attention: Layout(
         counts=("num_heads", "num_kv_heads"),

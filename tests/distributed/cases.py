@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fla_npu.distributed import HeadParallel, parallelize
-from fla_npu.layers import GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
+from fla_npu.layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
 from fla_npu.models.utils import Cache
 from fla_npu.modules import GatedMLP, RMSNorm
 from fla_npu.testing import rms_ratio
@@ -48,6 +48,19 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
         use_forget_gate=False,
         use_output_gate=False,
         use_short_conv=False,
+        layer_idx=0,
+        **kw,
+    ),
+    "delta_net": lambda **kw: DeltaNet(
+        hidden_size=HIDDEN, num_heads=4, use_gate=True, conv_bias=True, layer_idx=0, **kw
+    ),
+    "delta_net_bare": lambda **kw: DeltaNet(
+        hidden_size=HIDDEN,
+        num_heads=2,
+        use_beta=False,
+        use_short_conv=False,
+        qk_activation="elu",
+        qk_norm="sum",
         layer_idx=0,
         **kw,
     ),
@@ -144,6 +157,10 @@ def gated_delta_product(mesh: DeviceMesh, folder: Path) -> None:
     _layers_equal(("gdp", "gdp_bare", "gdp_one"), mesh)
 
 
+def delta_net(mesh: DeviceMesh, folder: Path) -> None:
+    _layers_equal(("delta_net", "delta_net_bare"), mesh)
+
+
 def read_in_place(two: nn.Module) -> bool:
     """Whether what a projection reads is the memory of its blocks, not a copy."""
     read = []
@@ -176,7 +193,7 @@ def packed_and_padded(mesh: DeviceMesh, folder: Path) -> None:
 
 @torch.no_grad()
 def cached_decoding(mesh: DeviceMesh, folder: Path) -> None:
-    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2", "gdp"):
+    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2", "gdp", "delta_net"):
         limit = rounded_gates(name)
         one, two = (m.eval() for m in pair(name, mesh))
         x = torch.randn(2, 80, HIDDEN, dtype=torch.float64)
@@ -189,9 +206,7 @@ def cached_decoding(mesh: DeviceMesh, folder: Path) -> None:
             )
             close(b, a, f"tokens {start} to {end}", limit)
         all_heads, ours = (c[0]["recurrent_state"] for c in caches)
-        mine = slice(mesh.get_local_rank() * two.num_v_heads, (mesh.get_local_rank() + 1) * two.num_v_heads)
-        assert ours.shape[1] == two.num_v_heads
-        close(ours, all_heads[:, mine], "recurrent state", limit)
+        close(ours, all_heads.chunk(mesh.size(), dim=1)[mesh.get_local_rank()], "recurrent state", limit)
         updates = 1, *[getattr(one, "num_householder", 1)] * 2
         for n, a, b in zip(updates, *(c[0]["conv_state"] for c in caches), strict=True):
             half = a.unflatten(1, (n, -1)).chunk(mesh.size(), dim=2)[mesh.get_local_rank()].flatten(1, 2)
@@ -428,6 +443,7 @@ CASES = [
     gated_delta_net,
     kimi_delta_attention,
     gated_delta_product,
+    delta_net,
     blocks_are_read_in_place,
     packed_and_padded,
     cached_decoding,
