@@ -69,7 +69,7 @@ def check_chunk_gdn(
     `kwargs` are the op's own leftovers: `transpose_state_layout`, `head_first`, and names to warn about.
     """
     state_v_first = _state_layout(state_v_first, kwargs)
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if q.shape[2] != k.shape[2]:
         raise ShapeError(
             f"q and k must have the same number of heads, got q.shape[2]={q.shape[2]} and k.shape[2]={k.shape[2]}"
@@ -137,7 +137,7 @@ def check_recurrent_gdn(
     becomes ones, one per value head (FLA makes them per query head and reads past their end under GVA).
     """
     state_v_first = _state_layout(state_v_first, kwargs)
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _warn_unknown("fused_recurrent_gated_delta_rule", kwargs, ignored=("chunk_size", "head_first"))
     _check_packing(q, initial_state, cu_seqlens)
@@ -211,7 +211,7 @@ def check_chunk_kda(
     """
     state_v_first = _state_layout(state_v_first, kwargs)
     cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _warn_unknown("chunk_kda", kwargs, ignored=("head_first",))
     if use_graph and q.device.type != "cpu":
@@ -289,7 +289,7 @@ def check_recurrent_kda(
     """Check a call of `fused_recurrent_kda`. `cu_seq_lens_q` as in `check_chunk_kda`; `safe_gate` changes nothing."""
     state_v_first = _state_layout(state_v_first, kwargs)
     cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _warn_unknown("fused_recurrent_kda", kwargs, ignored=("chunk_size", "head_first", "safe_gate"))
     _check_packing(q, initial_state, cu_seqlens)
@@ -345,7 +345,7 @@ def check_chunk_gdn2(
 ) -> Problem:
     """Check a call of `chunk_gdn2`. The gates b and w take the place of beta, which becomes ones."""
     state_v_first = _state_layout(state_v_first, kwargs)
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _warn_unknown("chunk_gdn2", kwargs)
     _check_tensor("b", b)
@@ -411,7 +411,7 @@ def check_recurrent_gdn2(
 ) -> Problem:
     """Check a call of `fused_recurrent_gdn2`. As in `check_chunk_gdn2`, beta becomes ones."""
     state_v_first = _state_layout(state_v_first, kwargs)
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _warn_unknown("fused_recurrent_gdn2", kwargs, ignored=("chunk_size", "safe_gate"))
     _check_tensor("b", b)
@@ -456,7 +456,7 @@ def check_chunk_delta_product(
     cp_context: object | None = None,
 ) -> Problem:
     """Check a call of `chunk_gated_delta_product`. Chunks are of whole tokens, with at most 64 updates if they can."""
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if not isinstance(num_householder, int) or num_householder < 1:
         raise ValueError(f"num_householder must be an integer of at least 1, got {_describe(num_householder)}")
     _refuse_context_parallel(cp_context)
@@ -495,7 +495,7 @@ def check_chunk_delta_rule(
     **kwargs: Any,
 ) -> Problem:
     """Check a call of `chunk_delta_rule`."""
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _refuse_head_first(kwargs)
         _warn_unknown("chunk_delta_rule", kwargs)
@@ -532,7 +532,7 @@ def check_recurrent_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
 ) -> Problem:
     """Check a call of `fused_recurrent_delta_rule`. `beta=None` becomes ones, one per value head."""
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     _check_packing(q, initial_state, cu_seqlens)
     if isinstance(scale, Real) and not scale > 0:
         raise ShapeError(f"scale must be positive, got {scale}")
@@ -549,6 +549,171 @@ def check_recurrent_delta_rule(
         output_final_state=output_final_state,
         qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
+    )
+
+
+def constant_decay(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`g` of a call of simple GLA, which `g_gamma` `[HV]` gives once for all tokens."""
+    if g_gamma is None:
+        return g
+    if g is not None:
+        raise ValueError("pass the decay as g, one per token, or as g_gamma, one for all tokens, not as both")
+    check_ranks(q, k, v)
+    _check_operand("g_gamma", g_gamma, "[HV]", (v.shape[2],), q.device)
+    return g_gamma.expand(*q.shape[:2], -1)
+
+
+def check_chunk_simple_gla(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    **kwargs: Any,
+) -> Problem:
+    """Check a call of `chunk_simple_gla`. Chunks of more than 64 tokens become several, as sums of more decays are not
+    exact."""
+    state_v_first = _state_layout(state_v_first, kwargs)
+    check_ranks(q, k, v)
+    if kwargs:
+        _refuse_head_first(kwargs)
+        _warn_unknown("chunk_simple_gla", kwargs)
+    if chunk_size is None:
+        chunk_size = 64
+    elif not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size.bit_count() != 1:
+        raise ValueError(f"`chunk_size` must be a power of 2, got {chunk_size}")
+    _check_packing(q, initial_state, cu_seqlens)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=None,
+        decay="none" if g is None else "scalar",
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=min(chunk_size, 64),
+        delta=False,
+    )
+
+
+def check_recurrent_simple_gla(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Problem:
+    """Check a call of `fused_recurrent_simple_gla`."""
+    state_v_first = _state_layout(state_v_first, kwargs)
+    check_ranks(q, k, v)
+    if kwargs:
+        _warn_unknown("fused_recurrent_simple_gla", kwargs, ignored=("chunk_size", "head_first"))
+    _check_packing(q, initial_state, cu_seqlens)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=None,
+        decay="none" if g is None else "scalar",
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        delta=False,
+    )
+
+
+def check_chunk_gla(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+) -> Problem:
+    """Check a call of `chunk_gla`."""
+    check_ranks(q, k, v)
+    _check_packing(q, initial_state, cu_seqlens)
+    _check_state_dtype(q, initial_state)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=None,
+        decay="channel",
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        delta=False,
+    )
+
+
+def check_recurrent_gla(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Problem:
+    """Check a call of `fused_recurrent_gla`, whose `gk` is `g` here: the decay of a chunk form."""
+    state_v_first = _state_layout(state_v_first, kwargs)
+    check_ranks(q, k, v)
+    if kwargs:
+        _warn_unknown("fused_recurrent_gla", kwargs, ignored=("chunk_size", "head_first"))
+    _check_packing(q, initial_state, cu_seqlens)
+    return _problem(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        g_name="gk",
+        gv=gv,
+        beta=None,
+        decay="none" if g is None else "channel",
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        delta=False,
     )
 
 
@@ -608,7 +773,7 @@ def check_recurrent_kda_fwd(
     the second result then tells the slots.
     """
     state_v_first = _state_layout(state_v_first, kwargs)
-    _check_ranks(q, k, v)
+    check_ranks(q, k, v)
     if kwargs:
         _warn_unknown("fused_recurrent_kda_fwd", kwargs)
     if out is not None and (not isinstance(out, torch.Tensor) or out.shape != v.shape):
@@ -676,7 +841,7 @@ def _warn_unknown(op: str, kwargs: dict[str, Any], ignored: tuple[str, ...] = ()
         _warn(f"{op} ignores the argument `{name}`", UserWarning)
 
 
-HEAD_FIRST_REFUSED = frozenset({"chunk_gdn", "chunk_delta_rule"})
+HEAD_FIRST_REFUSED = frozenset({"chunk_gdn", "chunk_delta_rule", "chunk_simple_gla"})
 """Ops whose checks raise for `head_first`, whatever its value."""
 
 
@@ -797,7 +962,7 @@ def _check_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {_describe(x)}")
 
 
-def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """q, k and v are tensors of four dimensions: what every later check relies on."""
     for name, x, letters in (("q", q, "[B, T, H, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         _check_tensor(name, x)
@@ -903,7 +1068,7 @@ def _problem(
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor | None,
-    beta: torch.Tensor,
+    beta: torch.Tensor | None,
     decay: str,
     scale: float | None,
     initial_state: torch.Tensor | None,
@@ -929,8 +1094,15 @@ def _problem(
     intermediate_states: bool = False,
     keep_states: bool = False,
     updates: int = 1,
+    delta: bool = True,
+    g_name: str = "g",
 ) -> Problem:
-    """Check every shape, dtype and device, and put the call together. q, k and v have four dimensions."""
+    """Check every shape, dtype and device, and put the call together. q, k and v have four dimensions.
+
+    Args:
+        delta: whether the op has the delta rule, and beta.
+        g_name: what the op calls g.
+    """
     shape, device, dtype = q.shape, q.device, q.dtype
     batch, length, heads, key_dim = shape
     rows, letter = length * updates, "T" if updates == 1 else "T * num_householder"
@@ -955,9 +1127,9 @@ def _problem(
 
     per_head = (batch, length, value_heads)
     if decay == "scalar":
-        _check_operand("g", g, "[B, T, HV]", per_head, device)
+        _check_operand(g_name, g, "[B, T, HV]", per_head, device)
     elif decay == "channel":
-        _check_operand("g", g, "[B, T, HV, K]", (*per_head, key_dim), device)
+        _check_operand(g_name, g, "[B, T, HV, K]", (*per_head, key_dim), device)
     if gk is not None:
         _check_operand("gk", gk, "[B, T, HV, K]", (*per_head, key_dim), device)
     if gv is not None:
@@ -968,7 +1140,7 @@ def _problem(
         _check_operand("w", w, "[B, T, HV, V]", (*per_head, value_dim), device)
     if beta_per_channel and isinstance(beta, torch.Tensor) and beta.ndim == 4:
         _check_operand("beta", beta, "[B, T, HV, V]", (*per_head, value_dim), device)
-    else:
+    elif delta:
         _check_operand("beta", beta, f"[B, {letter}, HV]", (batch, rows, value_heads), device)
 
     if gate == "none":

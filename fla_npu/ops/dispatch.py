@@ -33,6 +33,7 @@ OPS = ("chunk_gdn", "fused_recurrent_gdn", "chunk_kda", "fused_recurrent_kda", "
 WITHOUT_KERNELS = (
     *("chunk_gdn2", "fused_recurrent_gdn2", "chunk_delta_product"),
     *("chunk_delta_rule", "fused_recurrent_delta_rule"),
+    *("chunk_simple_gla", "fused_recurrent_simple_gla", "chunk_gla", "fused_recurrent_gla"),
 )
 """Those that run on the portable path everywhere."""
 
@@ -64,7 +65,7 @@ class Implementation:
 
 def _no_kernels(op: str, device: Device, asked: bool) -> str | None:
     if op in WITHOUT_KERNELS:
-        return "there are no kernels for this variant of the delta rule"
+        return "there are no kernels for this op yet"
     return kernels.op_refusal(op, device, asked=asked)
 
 

@@ -20,6 +20,10 @@ _CHECKS: dict[str, Callable[..., Problem]] = {
     "chunk_delta_product": checks.check_chunk_delta_product,
     "chunk_delta_rule": checks.check_chunk_delta_rule,
     "fused_recurrent_delta_rule": checks.check_recurrent_delta_rule,
+    "chunk_simple_gla": checks.check_chunk_simple_gla,
+    "fused_recurrent_simple_gla": checks.check_recurrent_simple_gla,
+    "chunk_gla": checks.check_chunk_gla,
+    "fused_recurrent_gla": checks.check_recurrent_gla,
 }
 
 _FORWARD_ONLY = frozenset({"fused_recurrent_gdn", "fused_recurrent_kda", "fused_recurrent_gdn2"})

@@ -22,8 +22,12 @@ from tests.ops import test_variants
 from tests.ops.calls import Arguments, assert_accurate
 
 DELTA = ("chunk_delta_rule", "fused_recurrent_delta_rule")
-OPS = DELTA
-INPUTS = ("q", "k", "v", "g", "gk", "gv", "beta", "initial_state")
+SIMPLE = ("chunk_simple_gla", "fused_recurrent_simple_gla")
+GLA = ("chunk_gla", "fused_recurrent_gla")
+OPS = (*DELTA, *SIMPLE, *GLA)
+REVERSIBLE = ("fused_recurrent_simple_gla", "fused_recurrent_gla")
+BY_CHANNEL = ("fused_recurrent_delta_rule", "fused_recurrent_gla")
+INPUTS = ("q", "k", "v", "g", "g_gamma", "gk", "gv", "beta", "initial_state")
 PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta")
 BOUND, DECAY_BOUND = 1e-10, 1e-7  # derived in test_backward.py
 
@@ -44,23 +48,41 @@ def make_call(
     state: bool = True,
     l2norm: bool = False,
     by_channel: bool = False,
+    decay: str = "per token",
+    v_first: bool = False,
     **options: Any,
 ) -> Arguments:
     """Keyword arguments of an op.
 
     Args:
         l2norm: of the delta rule.
-        by_channel: beta per value channel, of the recurrent delta rule.
+        by_channel: beta or a further decay per value channel, of the recurrent delta rule and of recurrent GLA.
+        decay: `per token`, `constant` (of simple GLA; of GLA per token, too) or `none` (not of chunked GLA); of the
+            ops without the delta rule, as is `v_first`.
     """
     if bounds is not None:
         B, T = 1, bounds[-1]
     sequences = None if bounds is None else len(bounds) - 1
-    made = make_inputs(case, B=B, T=T, H=H, HV=HV, K=K, V=V, sequences=sequences, dtype=dtype, seed=seed)
+    made = make_inputs(
+        case, B=B, T=T, H=H, HV=HV, K=K, V=V, channel=op in GLA, sequences=sequences, dtype=dtype, seed=seed
+    )
     call: Arguments = {"output_final_state": True, **made._asdict(), **options}
     generator = torch.Generator().manual_seed(seed + 1)
-    del call["g"]
-    if by_channel and op == "fused_recurrent_delta_rule":
-        call["beta"] = torch.rand(B, T, HV, V, generator=generator).to(dtype)
+    g = call.pop("g").to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if op in DELTA:
+        if by_channel and op in BY_CHANNEL:
+            call["beta"] = torch.rand(B, T, HV, V, generator=generator).to(dtype)
+    else:
+        del call["beta"]
+        if op in SIMPLE and decay == "constant":
+            call["g_gamma"] = -torch.rand(HV, generator=generator).to(g)
+        elif decay != "none" or op == "chunk_gla":
+            call["gk" if op == "fused_recurrent_gla" else "g"] = g
+        if by_channel and op in BY_CHANNEL:
+            call["gv"] = -torch.rand(B, T, HV, V, generator=generator).to(g)
+        if v_first:
+            call["state_v_first"] = True
+            call["initial_state"] = call["initial_state"].mT.contiguous()
     if l2norm:
         call["use_qk_l2norm_in_kernel"] = True
         call["q"], call["k"] = 3 * call["q"], 3 * call["k"]
@@ -83,18 +105,25 @@ def expected(op: str, call: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     if got.get("use_qk_l2norm_in_kernel"):
         for name in ("q", "k"):
             got[name] = got[name] / (got[name].square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    if "g_gamma" in got:
+        got["g"] = got["g_gamma"].expand(*got["q"].shape[:2], -1)
+    if op == "chunk_gla":
+        got["gk"] = got.pop("g")
     tokens = {name: got[name] for name in PER_TOKEN if got.get(name) is not None}
     state = got.get("initial_state")
+    turn = (lambda x: x.flip(1)) if got.get("reverse") else (lambda x: x)
     results = []
     bounds = call["cu_seqlens"].tolist() if "cu_seqlens" in call else None
     for n, (a, b) in enumerate(pairwise(bounds or [0, call["q"].shape[1]])):
         o, final = delta_recurrence(
-            **{name: x[:, a:b] for name, x in tokens.items()},
+            **{name: turn(x[:, a:b]) for name, x in tokens.items()},
             scale=got.get("scale"),
             initial_state=state if state is None or bounds is None else state[n : n + 1],
+            delta=op in DELTA,
+            state_v_first=bool(got.get("state_v_first")),
             dtype=torch.float64,
         )
-        results.append((o, final))
+        results.append((turn(o), final))
     outputs, states = zip(*results, strict=True)
     return torch.cat(outputs, 1), torch.cat(states)
 
@@ -139,7 +168,7 @@ def check_gradients(op: str, call: Arguments) -> None:
     got, want = gradients(op, call), expected_gradients(op, call)
     for name, x in got.items():
         assert x.dtype == call[name].dtype, name
-        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name in ("g", "gk", "gv") else BOUND)
+        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name.startswith("g") else BOUND)
 
 
 # --- forward ------------------------------------------------------------------------------------------------------
@@ -155,6 +184,8 @@ def calls(draw: st.DrawFn, op: str, cases: tuple[str, ...] = CASES, longest: int
             bounds.append(min(bounds[-1] + piece, longest))
     H, HV = draw(st.sampled_from([(1, 1), (2, 2), (1, 3), (2, 4)]))
     options: Arguments = {"scale": 0.3} if draw(st.booleans()) else {}
+    if op in REVERSIBLE and draw(st.booleans()):
+        options["reverse"] = True
     return make_call(
         op,
         draw(st.sampled_from(cases)),
@@ -170,6 +201,8 @@ def calls(draw: st.DrawFn, op: str, cases: tuple[str, ...] = CASES, longest: int
         state=draw(st.booleans()),
         l2norm=op in DELTA and draw(st.booleans()),
         by_channel=draw(st.integers(0, 3)) == 0,
+        decay=draw(st.sampled_from(["per token", "per token", "constant", "none"])),
+        v_first=draw(st.booleans()),
         **{**options, "output_final_state": draw(st.integers(0, 4)) > 0},
     )
 
