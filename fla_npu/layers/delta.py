@@ -3,14 +3,14 @@
 import math
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
 from fla_npu.layers.linear_attention import LinearAttentionLayer
+from fla_npu.layers.undecayed import UndecayedParameters
 
 
-class DeltaLayer(LinearAttentionLayer):
+class DeltaLayer(UndecayedParameters, LinearAttentionLayer):
     """A token mixer with the gated delta rule, whose sizes follow from those of a head.
 
     Args:
@@ -29,6 +29,8 @@ class DeltaLayer(LinearAttentionLayer):
         ValueError: sizes that do not fit together.
         ShapeError: unknown mode.
     """
+
+    undecayed = ("A_log", "dt_bias")
 
     def __init__(
         self,
@@ -84,18 +86,6 @@ class DeltaLayer(LinearAttentionLayer):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return F.silu(q), F.silu(k), F.silu(v)
-
-
-class UndecayedParameter(nn.Parameter):
-    """A parameter with the mark that FLA's training recipes look for. The class has it: transformers before version 5
-    makes parameters anew from those that a module registers, and fails on attributes of their own."""
-
-    _no_weight_decay = True
-
-
-def without_weight_decay(x: torch.Tensor) -> nn.Parameter:
-    """x as a parameter that weight decay leaves alone."""
-    return UndecayedParameter(x)
 
 
 def log_uniform_rates(size: int, low: float) -> torch.Tensor:

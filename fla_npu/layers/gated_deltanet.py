@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias, without_weight_decay
+from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias
 from fla_npu.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
@@ -72,8 +72,8 @@ class GatedDeltaNet(DeltaLayer):
         self._create_qkv_projections()
         self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
-        self.A_log = without_weight_decay(log_uniform_rates(self.num_v_heads, low=0))
-        self.dt_bias = without_weight_decay(time_step_bias(self.num_v_heads))
+        self.A_log = nn.Parameter(log_uniform_rates(self.num_v_heads, low=0))
+        self.dt_bias = nn.Parameter(time_step_bias(self.num_v_heads))
         self._create_short_convs()
         self._warn_without_short_convs()
         self._create_output_norm(use_gate, norm_eps, output_gate_activation)

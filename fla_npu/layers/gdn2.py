@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias, without_weight_decay
+from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias
 from fla_npu.modules import FusedRMSNormGated
 from fla_npu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 
@@ -70,8 +70,8 @@ class GatedDeltaNet2(DeltaLayer):
         )
         self.b_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
         self.w_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-        self.A_log = without_weight_decay(log_uniform_rates(num_heads, low=1))
-        self.dt_bias = without_weight_decay(time_step_bias(self.key_dim, dtype=torch.float32))
+        self.A_log = nn.Parameter(log_uniform_rates(num_heads, low=1))
+        self.dt_bias = nn.Parameter(time_step_bias(self.key_dim, dtype=torch.float32))
         self.g_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False),
             nn.Linear(self.head_v_dim, self.value_dim, bias=True),

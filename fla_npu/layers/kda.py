@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias, without_weight_decay
+from fla_npu.layers.delta import DeltaLayer, log_uniform_rates, time_step_bias
 from fla_npu.modules import FusedRMSNormGated
 from fla_npu.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -78,8 +78,8 @@ class KimiDeltaAttention(DeltaLayer):
         )
         self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
         rates = torch.zeros(self.num_v_heads) if safe_gate else log_uniform_rates(self.num_v_heads, low=1)
-        self.A_log = without_weight_decay(rates.float())
-        self.dt_bias = without_weight_decay(time_step_bias(self.gate_dim, dtype=torch.float32))
+        self.A_log = nn.Parameter(rates.float())
+        self.dt_bias = nn.Parameter(time_step_bias(self.gate_dim, dtype=torch.float32))
         self.g_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False),
             nn.Linear(self.head_v_dim, self.value_dim, bias=True),

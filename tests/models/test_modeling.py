@@ -1,5 +1,7 @@
 """The models: names, one pass against pieces, tokens, padding and packing, training, saving and compiling."""
 
+import copy
+import pickle
 from itertools import pairwise
 from operator import attrgetter
 
@@ -351,6 +353,22 @@ def test_save_and_load(kind, tied, tmp_path):
         for loaded_parameter, parameter in zip(half.parameters(), model.parameters(), strict=True):
             # Some stay in fp32, such as the decay rates.
             assert torch.equal(loaded_parameter, parameter.to(loaded_parameter.dtype))
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda", "product"])
+def test_marks_against_weight_decay_outlive_what_makes_parameters_anew(kind, tmp_path):
+    model = make(kind)
+    model.save_pretrained(tmp_path)
+    expected = {name for name, _ in model.named_parameters() if name.split(".")[-1] in ("A_log", "dt_bias")}
+    for changed in (
+        model,
+        type(model).from_pretrained(tmp_path, dtype=torch.bfloat16),
+        copy.deepcopy(model).double(),
+        copy.deepcopy(model).to("meta").to_empty(device="cpu"),
+        pickle.loads(pickle.dumps(model)),
+    ):
+        marked = {name for name, p in changed.named_parameters() if getattr(p, "_no_weight_decay", False)}
+        assert marked == expected
 
 
 def test_missing_weights_get_initial_ones(tmp_path):
