@@ -8,6 +8,9 @@ from typing import Any
 from fla_npu.errors import MissingExtraError
 
 __all__ = [
+    "DeltaNetConfig",
+    "DeltaNetForCausalLM",
+    "DeltaNetModel",
     "GatedDeltaNetConfig",
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetModel",
@@ -20,6 +23,7 @@ __all__ = [
 ]
 
 try:
+    from fla_npu.models.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
     from fla_npu.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, GatedDeltaNetModel
     from fla_npu.models.gated_deltaproduct import (
         GatedDeltaProductConfig,

@@ -5,7 +5,7 @@ import inspect
 import pytest
 from transformers import AutoConfig
 
-from fla_npu.models import GatedDeltaNetConfig, GatedDeltaProductConfig, KDAConfig
+from fla_npu.models import DeltaNetConfig, GatedDeltaNetConfig, GatedDeltaProductConfig, KDAConfig
 from fla_npu.models.configuration_utils import get_attention_spec
 
 SHARED = {
@@ -33,6 +33,19 @@ SHARED = {
 }
 DELTA = {"use_short_conv": True, "allow_neg_eigval": False}
 OWN = {
+    DeltaNetConfig: DELTA
+    | {
+        "num_heads": 16,
+        "expand_k": 1.0,
+        "expand_v": 1.0,
+        "num_hidden_layers": 24,
+        "use_gate": False,
+        "use_beta": True,
+        "use_output_norm": True,
+        "qk_norm": "l2",
+        "qk_activation": "silu",
+        "fuse_linear_cross_entropy": False,
+    },
     GatedDeltaNetConfig: DELTA
     | {
         "head_dim": 256,
@@ -68,6 +81,7 @@ OWN = {
 }
 
 TYPES = {
+    DeltaNetConfig: "delta_net",
     GatedDeltaNetConfig: "gated_deltanet",
     GatedDeltaProductConfig: "gated_deltaproduct",
     KDAConfig: "kda",

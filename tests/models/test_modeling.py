@@ -28,6 +28,17 @@ SHARED = {
 }
 # FLA's names and shapes for the sizes of `tiny.py`.
 MIXERS = {
+    "delta": {
+        "q_proj.weight": (16, 32),
+        "k_proj.weight": (16, 32),
+        "v_proj.weight": (32, 32),
+        "b_proj.weight": (2, 32),
+        "q_conv1d.weight": (16, 1, 4),
+        "k_conv1d.weight": (16, 1, 4),
+        "v_conv1d.weight": (32, 1, 4),
+        "o_norm.weight": (16,),
+        "o_proj.weight": (32, 32),
+    },
     "gdn": SHARED
     | {
         "dt_bias": (4,),
@@ -97,6 +108,8 @@ def test_names_and_shapes(kind):
 @pytest.mark.parametrize(
     "kind, own, found",
     [
+        ("delta", {"use_gate": True, "use_beta": False, "qk_norm": "sum", "qk_activation": "relu"} | DELTA, {}),
+        ("delta", {"expand_k": 2.0}, {"head_k_dim": 32}),
         ("gdn", {"use_gate": False} | DELTA, {}),
         ("gdn", {"output_gate_activation": "sigmoid"}, {"o_norm.activation": "sigmoid"}),
         ("kda", {"safe_gate": True, "lower_bound": -3.0} | DELTA, {}),

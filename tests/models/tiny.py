@@ -4,7 +4,12 @@ from typing import Any
 
 import torch
 
-from fla_npu.models import GatedDeltaNetForCausalLM, GatedDeltaProductForCausalLM, KDAForCausalLM
+from fla_npu.models import (
+    DeltaNetForCausalLM,
+    GatedDeltaNetForCausalLM,
+    GatedDeltaProductForCausalLM,
+    KDAForCausalLM,
+)
 from fla_npu.models.configuration_utils import FLAConfig
 from fla_npu.utils import get_err_ratio
 
@@ -20,6 +25,7 @@ ATTENTION = {"layers": [1], "num_heads": 4, "num_kv_heads": 2}
 WINDOW = {"layers": [0, 2], "num_heads": 2, "window_size": 5}
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "delta": (DeltaNetForCausalLM, {"num_heads": 2, "expand_k": 0.5}),
     "gdn": (GatedDeltaNetForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
     "kda": (KDAForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
     "product": (
@@ -30,6 +36,8 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 """The class and the sizes of its layers."""
 
 KINDS: dict[str, dict[str, Any]] = {
+    "delta": {},
+    "delta gated": {"use_gate": True, "allow_neg_eigval": True, "qk_norm": "sum", "qk_activation": "elu"},
     "gdn": {},
     "gdn hybrid": {"attn": ATTENTION, "expand_v": 1.0},
     "gdn window": {"attn": [WINDOW, ATTENTION]},
