@@ -18,7 +18,10 @@ CONVOLUTION = " ".join(
 PATHS = {
     "ops": (
         "chunk_gated_delta_rule chunk_gdn fused_recurrent_gated_delta_rule fused_recurrent_gdn chunk_kda "
-        "fused_recurrent_kda"
+        "fused_recurrent_kda chunk_delta_rule fused_chunk_delta_rule fused_recurrent_delta_rule chunk_gla "
+        "fused_chunk_gla fused_recurrent_gla chunk_simple_gla fused_chunk_simple_gla "
+        "fused_recurrent_simple_gla parallel_simple_gla chunk_retention fused_chunk_retention "
+        "fused_recurrent_retention parallel_retention"
     ),
     "ops.gated_delta_rule": (
         "chunk_gated_delta_rule chunk_gdn fused_recurrent_gated_delta_rule fused_recurrent_gdn "
@@ -38,6 +41,28 @@ PATHS = {
     "ops.gdn2": "chunk_gdn2 fused_recurrent_gdn2 naive_chunk_gdn2 naive_recurrent_gdn2",
     "ops.gated_delta_product": "chunk_gated_delta_product",
     "ops.gated_delta_product.naive": "naive_recurrent_gated_delta_product",
+    "ops.delta_rule": "chunk_delta_rule fused_chunk_delta_rule fused_recurrent_delta_rule",
+    "ops.delta_rule.chunk": "chunk_delta_rule",
+    "ops.delta_rule.fused_chunk": "fused_chunk_delta_rule",
+    "ops.delta_rule.fused_recurrent": "fused_recurrent_delta_rule",
+    "ops.delta_rule.naive": "delta_rule_recurrence delta_rule_chunkwise delta_rule_parallel",
+    "ops.gla": "chunk_gla fused_chunk_gla fused_recurrent_gla",
+    "ops.gla.chunk": "chunk_gla",
+    "ops.gla.fused_chunk": "fused_chunk_gla",
+    "ops.gla.fused_recurrent": "fused_recurrent_gla",
+    "ops.gla.naive": "naive_recurrent_gla",
+    "ops.simple_gla": "chunk_simple_gla fused_chunk_simple_gla fused_recurrent_simple_gla parallel_simple_gla",
+    "ops.simple_gla.chunk": "chunk_simple_gla",
+    "ops.simple_gla.fused_chunk": "fused_chunk_simple_gla",
+    "ops.simple_gla.fused_recurrent": "fused_recurrent_simple_gla",
+    "ops.simple_gla.parallel": "parallel_simple_gla",
+    "ops.simple_gla.naive": "naive_recurrent_simple_gla naive_chunk_simple_gla naive_parallel_simple_gla",
+    "ops.retention": "chunk_retention fused_chunk_retention fused_recurrent_retention parallel_retention",
+    "ops.retention.chunk": "chunk_retention",
+    "ops.retention.fused_chunk": "fused_chunk_retention",
+    "ops.retention.fused_recurrent": "fused_recurrent_retention",
+    "ops.retention.parallel": "parallel_retention",
+    "ops.retention.naive": "naive_retention",
     "ops.common.gate": "fused_beta_sigmoid fused_beta_sigmoid_fwd fused_beta_sigmoid_bwd",
     "ops.utils": (
         "prepare_lens prepare_lens_from_mask prepare_cu_seqlens_from_lens prepare_cu_seqlens_from_mask "
