@@ -59,6 +59,16 @@ TARGETS: dict[str, dict[str, _Target]] = {
     "fla.ops.gated_delta_product.chunk": _cpu("chunk_gated_delta_product"),
     "fla.ops.delta_rule.chunk": _cpu("chunk_delta_rule"),
     "fla.ops.delta_rule.fused_recurrent": _cpu("fused_recurrent_delta_rule"),
+    "fla.ops.gla.chunk": _cpu("chunk_gla"),
+    "fla.ops.gla.fused_recurrent": _cpu("fused_recurrent_gla"),
+    "fla.ops.simple_gla.chunk": _cpu("chunk_simple_gla"),
+    "fla.ops.simple_gla.fused_chunk": _cpu("fused_chunk_simple_gla", registry=OWN),
+    "fla.ops.simple_gla.fused_recurrent": _cpu("fused_recurrent_simple_gla", registry=OWN),
+    "fla.ops.simple_gla.parallel": _cpu("parallel_simple_gla", registry=OWN),
+    "fla.ops.retention.chunk": _cpu("chunk_retention"),
+    "fla.ops.retention.fused_chunk": _cpu("fused_chunk_retention"),
+    "fla.ops.retention.fused_recurrent": _cpu("fused_recurrent_retention"),
+    "fla.ops.retention.parallel": _cpu("parallel_retention"),
     "fla.modules.norm.fused_norm_gate": _cpu(
         *("rms_norm_gated", "layer_norm_gated", "rms_norm_swish_gate_linear", "layer_norm_swish_gate_linear")
     ),
