@@ -107,7 +107,7 @@ def _mirror() -> None:
 
 
 class _Installed:
-    """State shared by the two finders."""
+    """What the finder and the loaders share."""
 
     def __init__(self, watched: Callable[[str], bool], imported: Callable[[ModuleType], None]) -> None:
         self.hiding = threading.local()
