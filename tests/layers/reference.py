@@ -1,15 +1,29 @@
 """The layers in plain PyTorch, one token at a time, in the dtype of their parameters."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from fla_npu.layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct
+from fla_npu.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    MultiScaleRetention,
+    SimpleGatedLinearAttention,
+)
 from fla_npu.ops.common.recurrence import delta_recurrence
 
 ACTIVATIONS = {
     "elu": lambda x: F.elu(x) + 1,
-    "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
     "silu": lambda x: x * torch.sigmoid(x),
+    "swish": lambda x: x * torch.sigmoid(x),
+    "sigmoid": torch.sigmoid,
+    "gelu": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "exact gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
     "identity": lambda x: x,
 }
 
@@ -19,6 +33,8 @@ def forward(layer, x, **options):
     delta rule also from the constructor's options."""
     if isinstance(layer, DeltaNet):
         return _delta_net(layer, x, options)
+    if isinstance(layer, GatedLinearAttention | SimpleGatedLinearAttention | MultiScaleRetention):
+        return _grouped(layer, x, options)
     return _gated_delta_rule(layer, x)
 
 
@@ -90,6 +106,47 @@ def _delta_net(layer, x, options):
     if hasattr(layer, "g_proj"):
         o = o * F.silu((x @ layer.g_proj.weight.T).unflatten(-1, (H, V)))
     return o.flatten(2) @ layer.o_proj.weight.T
+
+
+def _grouped(layer, x, options):
+    H, G = layer.num_heads, options.get("num_kv_heads", layer.num_heads)
+    K, V = layer.key_dim // H, layer.value_dim // H
+    activation = ACTIVATIONS["silu" if hasattr(layer, "q_conv1d") else "identity"]
+    q, k, v = (_mixed(layer, name, x, activation) for name in "qkv")
+    q, k, v = (t.unflatten(-1, (-1, width)) for t, width in ((q, K), (k, K), (v, V)))
+    q, k = (ACTIVATIONS[options.get("feature_map", "identity")](t) for t in (q, k))
+    decays = {}
+    if isinstance(layer, GatedLinearAttention):
+        (low,), (weight, bias) = layer.gk_proj[0].parameters(), layer.gk_proj[1].parameters()
+        g = F.logsigmoid(x @ low.T @ weight.T + bias) / options.get("gate_logit_normalizer", 16)
+        g = g.clamp(min=options.get("clamp_min", -math.inf)).unflatten(-1, (G, K))
+        decays["gk"] = g.repeat_interleave(H // G, dim=2)
+    elif isinstance(layer, SimpleGatedLinearAttention):
+        g = F.logsigmoid(x @ layer.gk_proj.weight.T + layer.gk_proj.bias)
+        decays["g"] = g / options.get("gate_logit_normalizer", 16)
+    else:
+        rates = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(H)], dtype=x.dtype)
+        decays["g"] = rates.expand(*x.shape[:2], H)
+        q, k = _rotated(q), _rotated(k)
+    k, v = (t.repeat_interleave(H // G, dim=2) for t in (k, v))
+    o, _ = delta_recurrence(q, k, v, **decays, delta=False, dtype=x.dtype)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5)
+    norm = getattr(layer, "g_norm_swish_gate", None) or layer.g_norm
+    o = (o if norm.weight is None else o * norm.weight).flatten(2)
+    if hasattr(layer, "g_proj"):
+        name = options.get("gate_fn", "swish")
+        exact = name == "gelu" and isinstance(layer, MultiScaleRetention)
+        o = o * ACTIVATIONS["exact gelu" if exact else name](x @ layer.g_proj.weight.T)
+    return o @ layer.o_proj.weight.T
+
+
+def _rotated(x):
+    """Channels i and i + K/2 of a token at position t as a complex number, times `exp(1j * t * 10000^(-2i/K))`."""
+    T, K = x.shape[1], x.shape[-1]
+    frequencies = 10000.0 ** (-torch.arange(K // 2, dtype=x.dtype) * 2 / K)
+    turns = torch.polar(torch.ones((), dtype=x.dtype), torch.arange(T, dtype=x.dtype)[:, None] * frequencies)
+    z = torch.complex(*x.chunk(2, dim=-1)) * turns[:, None]
+    return torch.cat([z.real, z.imag], dim=-1)
 
 
 def _mixed(layer, name, x, activation=F.silu):

@@ -17,7 +17,10 @@ from fla_npu.layers import (
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
+    GatedLinearAttention,
     KimiDeltaAttention,
+    MultiScaleRetention,
+    SimpleGatedLinearAttention,
 )
 from fla_npu.layers.delta import DeltaLayer
 from fla_npu.models.utils import Cache
@@ -49,17 +52,59 @@ VARIANTS = {
     "product-no-gates": (GatedDeltaProduct, {"use_output_gate": False, "use_forget_gate": False}),
     "product-of-one": (GatedDeltaProduct, {"num_householder": 1, "allow_neg_eigval": False, "use_short_conv": False}),
     "delta-net": (DeltaNet, {}),
-    "delta-net-gate": (DeltaNet, {"use_gate": True, "allow_neg_eigval": True, "conv_bias": True, "expand_v": 2}),
-    "delta-net-sum": (DeltaNet, {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False, "expand_k": 0.5}),
-    "delta-net-no-conv": (DeltaNet, {"qk_activation": "identity", "use_short_conv": False}),
+    "delta-net-gate": (
+        DeltaNet,
+        {"use_gate": True, "allow_neg_eigval": True, "conv_bias": True, "expand_v": 2, "qk_activation": "identity"},
+    ),
+    "delta-net-no-conv": (
+        DeltaNet,
+        {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False, "expand_k": 0.5, "use_short_conv": False},
+    ),
+    "gla": (GatedLinearAttention, {}),
+    "gla-groups": (
+        GatedLinearAttention,
+        {
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "use_short_conv": True,
+            "clamp_min": -0.05,
+            "feature_map": "sigmoid",
+            "gate_fn": "gelu",
+        },
+    ),
+    "gla-no-gate": (GatedLinearAttention, {"use_output_gate": False, "gate_logit_normalizer": 1, "expand_k": 1.5}),
+    "simple-gla": (SimpleGatedLinearAttention, {}),
+    "simple-gla-groups": (
+        SimpleGatedLinearAttention,
+        {
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "use_short_conv": False,
+            "fuse_norm": False,
+            "elementwise_affine": False,
+            "expand_k": 0.5,
+        },
+    ),
+    "retention": (MultiScaleRetention, {}),
+    "retention-groups": (
+        MultiScaleRetention,
+        {
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "use_short_conv": True,
+            "feature_map": "relu2",
+            "gate_fn": "gelu",
+            "expand_v": 1,
+        },
+    ),
 }
-K_FIRST = (GatedDeltaNet2, GatedDeltaProduct, DeltaNet)
+K_FIRST = (GatedDeltaNet2, GatedDeltaProduct, DeltaNet, MultiScaleRetention)
 
 
 def made(variant):
     """A small layer and, for the reference, the options that it was made with."""
     cls, options = VARIANTS[variant]
-    layer = cls(**(SMALL if issubclass(cls, DeltaLayer) else WIDTH), **options)
+    layer = cls(**{**(SMALL if issubclass(cls, DeltaLayer) else WIDTH), **options})
     layer.reference = partial(reference.forward, **({} if isinstance(layer, DeltaLayer) else options))
     return layer
 
