@@ -26,7 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fla_npu.layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
+from fla_npu.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    SimpleGatedLinearAttention,
+)
 from fla_npu.layers.attn import Attention
 from fla_npu.modules import GatedMLP, ShortConvolution
 
@@ -73,6 +81,8 @@ HEAD_AXES: dict[str, int | Blocks | None] = {
     "o_proj.weight": 1,
 }
 
+GROUPED_SIZES = ("key_dim", "value_dim", "key_dim_per_group", "value_dim_per_group")
+
 LAYOUTS: dict[type[nn.Module], Layout] = {
     GatedDeltaNet: Layout(
         counts=("num_heads", "num_v_heads"),
@@ -98,6 +108,16 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
         counts=("num_heads",),
         sizes=("key_dim", "value_dim"),
         axes={"g_proj.weight": 0, **HEAD_AXES},
+    ),
+    GatedLinearAttention: Layout(
+        counts=("num_heads", "num_kv_heads"),
+        sizes=GROUPED_SIZES,
+        axes={"g_proj.weight": 0, "gk_proj.0.weight": None, "gk_proj.1.*": 0, **HEAD_AXES},
+    ),
+    SimpleGatedLinearAttention: Layout(
+        counts=("num_heads", "num_kv_heads"),
+        sizes=GROUPED_SIZES,
+        axes={"g_proj.weight": 0, "gk_proj.*": 0, **HEAD_AXES},
     ),
     Attention: Layout(
         counts=("num_heads", "num_kv_heads"),

@@ -20,7 +20,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fla_npu.distributed import HeadParallel, parallelize
-from fla_npu.layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
+from fla_npu.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    SimpleGatedLinearAttention,
+)
 from fla_npu.models.utils import Cache
 from fla_npu.modules import GatedMLP, RMSNorm
 from fla_npu.testing import rms_ratio
@@ -63,6 +71,22 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
         qk_norm="sum",
         layer_idx=0,
         **kw,
+    ),
+    "gla": lambda **kw: GatedLinearAttention(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, clamp_min=-3.0, layer_idx=0, **kw
+    ),
+    "gla_bare": lambda **kw: GatedLinearAttention(
+        hidden_size=HIDDEN,
+        num_heads=2,
+        use_output_gate=False,
+        elementwise_affine=False,
+        use_short_conv=True,
+        feature_map="relu",
+        layer_idx=0,
+        **kw,
+    ),
+    "simple_gla": lambda **kw: SimpleGatedLinearAttention(
+        hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, gate_fn="sigmoid", conv_bias=True, layer_idx=0, **kw
     ),
     "gdp_one": lambda **kw: GatedDeltaProduct(HIDDEN, head_dim=16, num_heads=2, num_householder=1, layer_idx=0, **kw),
 }
@@ -161,6 +185,10 @@ def delta_net(mesh: DeviceMesh, folder: Path) -> None:
     _layers_equal(("delta_net", "delta_net_bare"), mesh)
 
 
+def gated_linear_attention(mesh: DeviceMesh, folder: Path) -> None:
+    _layers_equal(("gla", "gla_bare", "simple_gla"), mesh)
+
+
 def read_in_place(two: nn.Module) -> bool:
     """Whether what a projection reads is the memory of its blocks, not a copy."""
     read = []
@@ -193,7 +221,7 @@ def packed_and_padded(mesh: DeviceMesh, folder: Path) -> None:
 
 @torch.no_grad()
 def cached_decoding(mesh: DeviceMesh, folder: Path) -> None:
-    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2", "gdp", "delta_net"):
+    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2", "gdp", "delta_net", "gla", "simple_gla"):
         limit = rounded_gates(name)
         one, two = (m.eval() for m in pair(name, mesh))
         x = torch.randn(2, 80, HIDDEN, dtype=torch.float64)
@@ -208,7 +236,8 @@ def cached_decoding(mesh: DeviceMesh, folder: Path) -> None:
         all_heads, ours = (c[0]["recurrent_state"] for c in caches)
         close(ours, all_heads.chunk(mesh.size(), dim=1)[mesh.get_local_rank()], "recurrent state", limit)
         updates = 1, *[getattr(one, "num_householder", 1)] * 2
-        for n, a, b in zip(updates, *(c[0]["conv_state"] for c in caches), strict=True):
+        # GLA has no convolutions by default.
+        for n, a, b in zip(updates, *(c[0]["conv_state"] or () for c in caches), strict=two.use_short_conv):
             half = a.unflatten(1, (n, -1)).chunk(mesh.size(), dim=2)[mesh.get_local_rank()].flatten(1, 2)
             close(b, half, "state of a convolution")
         decoded = two(x[:, :1])[0]
@@ -444,6 +473,7 @@ CASES = [
     kimi_delta_attention,
     gated_delta_product,
     delta_net,
+    gated_linear_attention,
     blocks_are_read_in_place,
     packed_and_padded,
     cached_decoding,
