@@ -11,6 +11,9 @@ __all__ = [
     "DeltaNetConfig",
     "DeltaNetForCausalLM",
     "DeltaNetModel",
+    "GLAConfig",
+    "GLAForCausalLM",
+    "GLAModel",
     "GatedDeltaNetConfig",
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetModel",
@@ -20,6 +23,9 @@ __all__ = [
     "KDAConfig",
     "KDAForCausalLM",
     "KDAModel",
+    "RetNetConfig",
+    "RetNetForCausalLM",
+    "RetNetModel",
 ]
 
 try:
@@ -30,7 +36,9 @@ try:
         GatedDeltaProductForCausalLM,
         GatedDeltaProductModel,
     )
+    from fla_npu.models.gla import GLAConfig, GLAForCausalLM, GLAModel
     from fla_npu.models.kda import KDAConfig, KDAForCausalLM, KDAModel
+    from fla_npu.models.retnet import RetNetConfig, RetNetForCausalLM, RetNetModel
 except ImportError as error:
     _reason = error
 

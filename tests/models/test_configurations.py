@@ -5,7 +5,14 @@ import inspect
 import pytest
 from transformers import AutoConfig
 
-from fla_npu.models import DeltaNetConfig, GatedDeltaNetConfig, GatedDeltaProductConfig, KDAConfig
+from fla_npu.models import (
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
+    GLAConfig,
+    KDAConfig,
+    RetNetConfig,
+)
 from fla_npu.models.configuration_utils import get_attention_spec
 
 SHARED = {
@@ -32,6 +39,15 @@ SHARED = {
     "attnres_block_size": None,
 }
 DELTA = {"use_short_conv": True, "allow_neg_eigval": False}
+GROUPED = {
+    "num_kv_heads": None,
+    "feature_map": None,
+    "use_short_conv": False,
+    "use_output_gate": True,
+    "elementwise_affine": True,
+    "num_hidden_layers": 24,
+    "fuse_linear_cross_entropy": False,
+}
 OWN = {
     DeltaNetConfig: DELTA
     | {
@@ -68,6 +84,16 @@ OWN = {
         "num_householder": 1,
         "fuse_linear_cross_entropy": False,
     },
+    GLAConfig: GROUPED
+    | {
+        "num_heads": 4,
+        "expand_k": 0.5,
+        "expand_v": 1.0,
+        "clamp_min": None,
+        "use_gk": True,
+        "use_gv": False,
+    },
+    RetNetConfig: GROUPED | {"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0, "hidden_ratio": 2},
     KDAConfig: DELTA
     | {
         "head_dim": 128,
@@ -84,7 +110,9 @@ TYPES = {
     DeltaNetConfig: "delta_net",
     GatedDeltaNetConfig: "gated_deltanet",
     GatedDeltaProductConfig: "gated_deltaproduct",
+    GLAConfig: "gla",
     KDAConfig: "kda",
+    RetNetConfig: "retnet",
 }
 
 
@@ -163,3 +191,5 @@ def test_contradictions():
     for size in (3, 0):
         with pytest.raises(ValueError, match=f"must be None, 1 or an even number, got {size}"):
             KDAConfig(attnres_block_size=size)
+    with pytest.warns(UserWarning, match="RetNet models have no short convolutions"):
+        RetNetConfig(use_short_conv=True)

@@ -77,6 +77,25 @@ MIXERS = {
         "o_norm.weight": (16,),
         "o_proj.weight": (32, 32),
     },
+    "gla": {
+        "q_proj.weight": (16, 32),
+        "k_proj.weight": (8, 32),
+        "v_proj.weight": (16, 32),
+        "g_proj.weight": (32, 32),
+        "gk_proj.0.weight": (16, 32),
+        "gk_proj.1.weight": (8, 16),
+        "gk_proj.1.bias": (8,),
+        "g_norm_swish_gate.weight": (8,),
+        "o_proj.weight": (32, 32),
+    },
+    "retnet": {
+        "q_proj.weight": (32, 32),
+        "k_proj.weight": (16, 32),
+        "v_proj.weight": (32, 32),
+        "g_proj.weight": (64, 32),
+        "g_norm_swish_gate.weight": (16,),
+        "o_proj.weight": (32, 64),
+    },
     "attention": {f"{x}_proj.weight": (16 if x in "kv" else 32, 32) for x in "qkvo"},
 }
 RESIDUALS = {
@@ -112,6 +131,23 @@ def test_names_and_shapes(kind):
         ("delta", {"expand_k": 2.0}, {"head_k_dim": 32}),
         ("gdn", {"use_gate": False} | DELTA, {}),
         ("gdn", {"output_gate_activation": "sigmoid"}, {"o_norm.activation": "sigmoid"}),
+        (
+            "gla",
+            {"num_kv_heads": 1, "expand_k": 1.0, "expand_v": 0.5, "use_output_gate": False, "clamp_min": -1.0},
+            {},
+        ),
+        ("gla", {"use_short_conv": True, "conv_size": 3, "fuse_norm": False}, {"fuse_norm_and_gate": False}),
+        (
+            "gla",
+            {"feature_map": "relu", "elementwise_affine": False},
+            {"feature_map_fn": F.relu, "g_norm_swish_gate.weight": None},
+        ),
+        ("retnet", {"num_kv_heads": 1, "expand_k": 0.5, "expand_v": 1.0, "use_output_gate": False}, {}),
+        (
+            "retnet",
+            {"feature_map": "gelu", "fuse_norm": False},
+            {"feature_map_fn": F.gelu, "fuse_norm_and_gate": False},
+        ),
         ("kda", {"safe_gate": True, "lower_bound": -3.0} | DELTA, {}),
         ("product", {"use_output_gate": False, "use_forget_gate": False, "num_householder": 3} | DELTA, {}),
     ],
@@ -144,6 +180,7 @@ def test_initial_weights():
         dt = F.softplus(layer.dt_bias)
         assert dt.min() > 9e-4 and dt.max() < 0.11 and layer.A_log._no_weight_decay
     assert 0.15 < gdn.q_proj.weight.std() < 0.25 and (gdn.o_norm.weight == 1).all()
+    assert (make("gla").model.layers[0].attn.gk_proj[1].bias == 0).all()
     residuals = make("kda residuals").model
     assert (residuals.res_proj.weight == 0).all() and (residuals.layers[1].mlp_res_proj.weight == 0).all()
 

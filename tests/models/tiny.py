@@ -8,7 +8,9 @@ from fla_npu.models import (
     DeltaNetForCausalLM,
     GatedDeltaNetForCausalLM,
     GatedDeltaProductForCausalLM,
+    GLAForCausalLM,
     KDAForCausalLM,
+    RetNetForCausalLM,
 )
 from fla_npu.models.configuration_utils import FLAConfig
 from fla_npu.utils import get_err_ratio
@@ -27,11 +29,13 @@ WINDOW = {"layers": [0, 2], "num_heads": 2, "window_size": 5}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "delta": (DeltaNetForCausalLM, {"num_heads": 2, "expand_k": 0.5}),
     "gdn": (GatedDeltaNetForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
+    "gla": (GLAForCausalLM, {"num_heads": 4, "num_kv_heads": 2}),
     "kda": (KDAForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
     "product": (
         GatedDeltaProductForCausalLM,
         {"head_dim": 8, "num_heads": 2, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
     ),
+    "retnet": (RetNetForCausalLM, {"num_heads": 4, "num_kv_heads": 2}),
 }
 """The class and the sizes of its layers."""
 
@@ -41,11 +45,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "gdn": {},
     "gdn hybrid": {"attn": ATTENTION, "expand_v": 1.0},
     "gdn window": {"attn": [WINDOW, ATTENTION]},
+    "gla": {},
+    "gla hybrid": {"attn": ATTENTION, "use_short_conv": True, "fuse_norm": False, "clamp_min": -1.0},
     "kda": {},
     "kda hybrid": {"attn": ATTENTION, "safe_gate": True, "lower_bound": -5.0},
     "kda residuals": {"attnres_block_size": 2},
     "product": {},
     "product hybrid": {"attn": ATTENTION, "use_forget_gate": False},
+    "retnet": {},
+    "retnet residuals": {"attnres_block_size": 1, "use_output_gate": False},
 }
 """The first word is the family."""
 
