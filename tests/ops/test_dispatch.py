@@ -103,7 +103,7 @@ def test_unknown_names(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ImplementationError, match="no implementation 'cuda': choose from auto, triton, eager, ref"):
         use_implementation("cuda").__enter__()
     with pytest.raises(ValueError, match="op must be one of chunk_gdn, "):
-        explain("chunk_gla")
+        explain("chunk_gsa")
     monkeypatch.setenv("FLA_NPU_IMPL", "fast")
     with pytest.raises(ImplementationError, match="no implementation 'fast'"):
         run("chunk_gdn", make_call("chunk_gdn"))

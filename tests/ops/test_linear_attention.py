@@ -17,6 +17,10 @@ from fla_npu.ops import dispatch, library
 from fla_npu.ops.common.recurrence import delta_recurrence
 from fla_npu.ops.delta_rule import naive as delta_naive
 from fla_npu.ops.dispatch import explain, use_implementation
+from fla_npu.ops.gla.naive import naive_recurrent_gla
+from fla_npu.ops.retention.decay import retention_decay
+from fla_npu.ops.retention.naive import naive_retention
+from fla_npu.ops.simple_gla import naive as simple_naive
 from fla_npu.testing import CASES, make_inputs, nmse
 from tests.ops import test_variants
 from tests.ops.calls import Arguments, assert_accurate
@@ -239,6 +243,67 @@ def test_beta_of_one():
     assert all(map(torch.equal, run("fused_recurrent_delta_rule", call), run("fused_recurrent_delta_rule", ones)))
 
 
+@pytest.mark.parametrize("chunk_size", [None, 1, 16, 32, 64, 128, 512])
+def test_chunk_size_of_simple_gla(chunk_size: int | None):
+    """Any power of two; decays that forget and ones that keep, side by side, are as exact in the largest."""
+    for case in ("ordinary", "sudden decay"):
+        check("chunk_simple_gla", make_call("chunk_simple_gla", case, T=300, chunk_size=chunk_size))
+
+
+@pytest.mark.parametrize("op", REVERSIBLE)
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("bounds", [None, [0, 0, 3, 40, 40]])
+def test_reverse(op: str, T: int, bounds: list[int] | None):
+    """Each sequence from its last token to its first; the state comes in after the last one."""
+    for options in ({"v_first": True}, {"by_channel": True}, {"decay": "constant"}, {"decay": "none", "state": False}):
+        call = make_call(op, T=T, bounds=bounds, reverse=True, **options)
+        check(op, call)
+        check_gradients(op, call)
+
+
+@pytest.mark.parametrize("op", SIMPLE)
+def test_constant_decay(op: str):
+    """A decay for all tokens is that decay at every token, its gradient the sum of theirs."""
+    call = make_call(op, T=100, decay="constant")
+    check(op, call)
+    check_gradients(op, call)
+
+
+@pytest.mark.parametrize("op", REVERSIBLE)
+def test_the_old_name_of_the_layout(op: str):
+    call = make_call(op, v_first=True)
+    want = run(op, call)
+    call["transpose_state_layout"] = call.pop("state_v_first")
+    with pytest.warns(DeprecationWarning, match="use `state_v_first`"):
+        got = run(op, call)
+    assert all(map(torch.equal, got, want))
+
+
+def test_equal_decays_of_all_channels_are_one_per_head():
+    call = make_call("chunk_simple_gla", T=100)
+    g = call.pop("g")
+    got = run("chunk_gla", {**call, "g": g[..., None].expand(-1, -1, -1, 16)})
+    assert all(nmse(x, y) < 1e-11 for x, y in zip(got, run("chunk_simple_gla", {**call, "g": g}), strict=True))
+
+
+@pytest.mark.parametrize("op", ["chunk_simple_gla", "chunk_gla"])
+@pytest.mark.parametrize("case", ["ordinary", "no decay"])
+def test_long_sequences_do_not_drift(op: str, case: str):
+    check(op, make_call(op, case, T=4000, H=1, HV=1, K=8, V=4))
+
+
+@pytest.mark.parametrize("g", [-20.0, -1000.0, float("-inf")])
+@pytest.mark.parametrize("op", ["chunk_simple_gla", "chunk_gla"])
+def test_a_state_that_is_forgotten_at_once(op: str, g: float):
+    """Every token sees itself alone, and the gradients of decays are 0, not NaN."""
+    call = make_call(op, T=100)
+    call["g"] = torch.full_like(call["g"], g)
+    scores = (call["q"] * call["k"]).sum(-1).repeat_interleave(2, dim=2) * 16**-0.5
+    assert_accurate("o", run(op, call)[0], scores[..., None].double() * call["v"].double(), bound=1e-7)
+    got = gradients(op, call)
+    assert all(x.isfinite().all() for x in got.values()) and got["g"].abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("cuts", [[1, 2, 3], [32], [69], [21, 40]])
 def test_pieces_equal_one_pass(op: str, cuts: list[int]):
@@ -323,10 +388,20 @@ def test_implementations(op: str):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("options", [{}, {"bounds": [0, 1, 1, 40]}, {"output_final_state": False, "state": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": "constant", "v_first": True},
+        {"bounds": [0, 1, 1, 40]},
+        {"output_final_state": False, "state": False, "decay": "none"},
+    ],
+    ids=str,
+)
 def test_in_a_graph(op: str, options: Arguments):
     torch.compiler.reset()
     call = make_call(op, **options)
+    if op in REVERSIBLE:
+        call["reverse"] = "cu_seqlens" in call
 
     def model(call: Arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         o, state = run(op, {**call, "v": call["v"] * 2})
@@ -344,7 +419,7 @@ def test_in_a_graph(op: str, options: Arguments):
     assert all(torch.equal(grads[1][name], x) for name, x in grads[0].items())
 
 
-@pytest.mark.parametrize("op", ["fused_recurrent_delta_rule"])
+@pytest.mark.parametrize("op", BY_CHANNEL)
 @pytest.mark.parametrize("T", [1, 5])
 def test_by_channel_in_a_graph(op: str, T: int):
     """Forward as ever; backward only outside of a graph, where autograd walks the token loop."""
@@ -368,6 +443,7 @@ def test_library(op: str):
     call, _ = leaves_of(make_call(op, T=40, B=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "delta_rule", take)
+        call["g"] = call.pop("gk", call.get("g"))
         library.traced(op, call)
     torch.library.opcheck(library.delta_rule, tuple(taken))
 
@@ -405,9 +481,129 @@ def test_naive_delta_rule():
     assert_accurate("o", A @ (beta[..., None] * v), want_o.transpose(1, 2))
 
 
+@pytest.mark.parametrize("decay", ["per token", "none"])
+def test_naive_simple_gla(decay: str):
+    call = make_call("chunk_simple_gla", dtype=torch.float16, decay=decay)
+    del call["output_final_state"]
+    call.setdefault("g", None)
+    want = expected("chunk_simple_gla", {**call, "scale": 0.3})
+    o, state = simple_naive.naive_recurrent_simple_gla(**call, scale=0.3)
+    assert o.dtype == torch.float16
+    for x, y in zip((o, state), want, strict=True):
+        assert_accurate("naive", x, y)
+    for x, y in zip(simple_naive.naive_chunk_simple_gla(**call, scale=0.3, output_final_state=True), want, strict=True):
+        assert x.dtype == torch.float32
+        assert_accurate("naive", x, y)
+    del call["initial_state"]
+    want_o, _ = expected("chunk_simple_gla", call)
+    assert simple_naive.naive_recurrent_simple_gla(**call, output_final_state=False)[1] is None
+    assert simple_naive.naive_chunk_simple_gla(**call)[1] is None
+    assert_accurate("o", simple_naive.naive_parallel_simple_gla(**call)[0], want_o)
+
+
+def test_naive_gla():
+    call = make_call("fused_recurrent_gla", dtype=torch.bfloat16)
+    o, state = naive_recurrent_gla(**call)
+    assert o.dtype == torch.bfloat16
+    for x, y in zip((o, state), expected("fused_recurrent_gla", call), strict=True):
+        assert_accurate("naive", x, y)
+    assert naive_recurrent_gla(**{**call, "output_final_state": False})[1] is None
+
+
 def test_given_up_names():
     with pytest.raises(NotImplementedError, match="use chunk_delta_rule"):
         ops.fused_chunk_delta_rule(q=None)
+    with pytest.raises(NotImplementedError, match="use chunk_gla"):
+        ops.fused_chunk_gla(q=None)
+
+
+# --- names of the same ops ----------------------------------------------------------------------------------------
+
+
+def retention_call(**options: Any) -> tuple[Arguments, Arguments]:
+    """A call of retention, and what it is as one of simple GLA."""
+    call = make_call("chunk_simple_gla", decay="none", **options)
+    decay = (1 - 2.0 ** (-5 - torch.arange(call["v"].shape[2], dtype=torch.float64))).log()
+    return call, {**call, "g_gamma": decay}
+
+
+@pytest.mark.parametrize("options", [{"T": 300}, {"bounds": [0, 1, 1, 40]}, {"T": 1}, {"H": 24, "HV": 24, "K": 4}])
+def test_retention(options: Arguments):
+    """From the 20th head on, a decay that is rounded in float32 before its logarithm is none."""
+    call, simple = retention_call(**options)
+    want = expected("chunk_simple_gla", simple)
+    for op in (ops.chunk_retention, ops.fused_chunk_retention, ops.fused_recurrent_retention):
+        for x, y in zip(op(**call), want, strict=True):
+            assert_accurate(op.__name__, x, y)
+    assert_accurate("small chunks", ops.chunk_retention(**call, chunk_size=16)[0], want[0])
+
+
+def test_retention_in_reverse_with_gradients():
+    call, simple = retention_call(v_first=True, bounds=[0, 1, 1, 40])
+    call["reverse"] = simple["reverse"] = True
+    want = expected("fused_recurrent_simple_gla", simple)
+    leafy, leaves = leaves_of(call)
+    results = ops.fused_recurrent_retention(**leafy)
+    for x, y in zip(results, want, strict=True):
+        assert_accurate("reverse", x, y)
+    starts = test_variants.starts_of(results)
+    torch.autograd.backward(results, starts)
+    grads = expected_gradients("fused_recurrent_simple_gla", simple)
+    for name, x in leaves.items():
+        assert_accurate(f"d{name}", x.grad, grads[name], BOUND)
+
+
+def test_decay_of_retention():
+    exact = torch.log1p(-torch.exp2(-5 - torch.arange(40, dtype=torch.float64)))
+    assert torch.equal(retention_decay(40, torch.empty(0, dtype=torch.float64)), exact)
+    got = retention_decay(40, torch.empty(0, dtype=torch.bfloat16))
+    assert got.dtype == torch.float32 and ((got - exact) / exact).abs().max() < 2e-7
+
+
+def test_naive_retention():
+    call, simple = retention_call(dtype=torch.float16)
+    del call["initial_state"], simple["initial_state"]
+    o = naive_retention(*(call[name].transpose(1, 2) for name in ("q", "k", "v")))
+    assert o.dtype == torch.float16
+    assert_accurate("o", o.transpose(1, 2), expected("chunk_simple_gla", simple)[0])
+
+
+def test_fused_chunk_simple_gla():
+    for decay in ("per token", "constant", "none"):
+        call = make_call("chunk_simple_gla", decay=decay, scale=0.3)
+        assert all(map(torch.equal, ops.fused_chunk_simple_gla(**call), ops.chunk_simple_gla(**call)))
+
+
+@pytest.mark.parametrize("decay", ["per token", "none"])
+def test_parallel_simple_gla(decay: str):
+    call = make_call("chunk_simple_gla", "sudden decay", B=2, T=100, decay=decay, state=False, scale=0.3)
+    del call["output_final_state"]
+    want_o, _ = expected("chunk_simple_gla", call)
+    o, nothing = ops.parallel_simple_gla(**call)
+    assert_accurate("o", o, want_o)
+    assert nothing is None
+    o, scores = ops.parallel_simple_gla(**call, output_attentions=True)
+    assert scores is not None and scores.shape == (2, 4, 100, 100) and scores.dtype == call["q"].dtype
+    assert not scores.triu(1).any()
+    assert_accurate("scores", (scores.double() @ call["v"].double().transpose(1, 2)).transpose(1, 2), want_o)
+    bounds = torch.tensor([0, 30, 100])
+    packed = {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    assert_accurate(
+        "packed",
+        ops.parallel_simple_gla(**packed, cu_seqlens=bounds, cu_seqlens_cpu=bounds)[0],
+        expected("chunk_simple_gla", {**packed, "cu_seqlens": bounds})[0],
+    )
+    with pytest.raises(AssertionError, match="cu_seqlens must be None"):
+        ops.parallel_simple_gla(**packed, cu_seqlens=bounds, output_attentions=True)
+
+
+def test_parallel_retention():
+    call, simple = retention_call(state=False)
+    del call["output_final_state"]
+    o, scores = ops.parallel_retention(**call, output_attentions=True)
+    assert_accurate("o", o, expected("chunk_simple_gla", simple)[0])
+    assert scores is not None and scores.shape == (1, 4, 70, 70)
+    assert ops.parallel_retention(**call)[1] is None
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -422,6 +618,12 @@ ANY_BAD = [
     ({"initial_state": torch.zeros(1, 4, 12, 16)}, ShapeError, r"initial_state must have shape"),
     ({"scale": "1"}, TypeError, r"scale must be a number or None"),
 ]
+SIMPLE_BAD = [
+    ({"g": torch.zeros(1, 70, 2)}, ShapeError, r"g must have shape \[B, T, HV\]=\[1, 70, 4\]"),
+    ({"g_gamma": torch.zeros(4)}, ValueError, r"g, one per token, or as g_gamma.*, not as both"),
+    ({"g": None, "g_gamma": torch.zeros(2)}, ShapeError, r"g_gamma must have shape \[HV\]=\[4\]"),
+    ({"g": None, "g_gamma": 0.5}, TypeError, r"g_gamma must be a torch.Tensor, got float 0.5"),
+]
 REFUSALS = [
     *[(op, *bad) for op in OPS for bad in ANY_BAD],
     *[(op, {"beta": torch.zeros(1, 70, 2)}, ShapeError, r"beta must have shape \[B, T, HV\]=") for op in DELTA],
@@ -429,16 +631,32 @@ REFUSALS = [
     ("chunk_delta_rule", {"chunk_size": 128}, ValueError, r"`chunk_size` must be 16, 32, or 64, got 128"),
     ("chunk_delta_rule", {"head_first": False}, DeprecationWarning, r"head_first has been removed"),
     ("fused_recurrent_delta_rule", {"scale": 0.0}, AssertionError, r"scale must be positive, got 0.0"),
+    *[(op, *bad) for op in SIMPLE for bad in SIMPLE_BAD],
+    *[("chunk_simple_gla", {"chunk_size": n}, ValueError, r"`chunk_size` must be a power of 2") for n in (0, 48, 2.0)],
+    ("chunk_simple_gla", {"head_first": False}, DeprecationWarning, r"head_first has been removed"),
+    ("chunk_gla", {"g": None}, TypeError, r"g must be a torch.Tensor, got NoneType None"),
+    ("chunk_gla", {"g": torch.zeros(1, 70, 4)}, ShapeError, r"g must have shape \[B, T, HV, K\]=\[1, 70, 4, 16\]"),
+    ("chunk_gla", {"initial_state": torch.zeros(1, 4, 16, 12).half()}, AssertionError, r"must be in float32"),
+    ("fused_recurrent_gla", {"gk": torch.zeros(1, 70, 4)}, ShapeError, r"gk must have shape \[B, T, HV, K\]="),
+    ("fused_recurrent_gla", {"gv": torch.zeros(1, 70, 4)}, ShapeError, r"gv must have shape \[B, T, HV, V\]="),
 ]
 
 
 @pytest.mark.parametrize(("op", "wrong", "error", "message"), REFUSALS)
 def test_refusals(op: str, wrong: Arguments, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        run(op, {**make_call(op), **wrong})
+    """In reverse, too: what is turned around is still what the message tells."""
+    for direction in ({}, {"reverse": True}) if op in REVERSIBLE else ({},):
+        with pytest.raises(error, match=message):
+            run(op, {**make_call(op), **wrong, **direction})
 
 
-@pytest.mark.parametrize("op", ["chunk_delta_rule"])
+@pytest.mark.parametrize("bounds", [torch.tensor([]), torch.tensor(70), torch.tensor([False, True]), [0, 70]])
+def test_bad_bounds_in_reverse(bounds: Any):
+    with pytest.raises((ShapeError, TypeError), match="cu_seqlens must be a"):
+        run("fused_recurrent_gla", make_call("fused_recurrent_gla", reverse=True, cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("op", ["chunk_delta_rule", *SIMPLE, "fused_recurrent_gla"])
 def test_unknown_arguments_are_named(op: str):
     with pytest.warns(UserWarning, match=f"{op} ignores the argument `{op}_typo`"):
         run(op, {**make_call(op), f"{op}_typo": True})
