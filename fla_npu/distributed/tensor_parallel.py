@@ -33,6 +33,7 @@ from fla_npu.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
+    MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
 from fla_npu.layers.attn import Attention
@@ -56,7 +57,8 @@ class Layout(NamedTuple):
     `counts` are what every device gets an equal part of; they and `sizes`, multiples of them, are attributes of the
     layer. `axes` has the axis along which parameters are cut, by patterns of their names; None where all devices hold
     the whole, and a function for rows that are cut in blocks. `input` is the argument that all projections but one
-    read, `output` that one, whose results are to be summed.
+    read, `output` that one, whose results are to be summed. `adapt` is called with a layer whose parameters and sizes
+    are those of a device, and the mesh.
     """
 
     counts: tuple[str, ...]
@@ -64,11 +66,16 @@ class Layout(NamedTuple):
     axes: dict[str, int | Blocks | None]
     input: str = "hidden_states"
     output: str = "o_proj"
+    adapt: Callable[[Any, DeviceMesh], None] | None = None
 
 
 def _updates(layer: GatedDeltaProduct, rows: int) -> list[Block]:
     """A block for each update of the state."""
     return [Block(rows // layer.num_householder, is_cut=True)] * layer.num_householder
+
+
+def _number_heads(layer: MultiScaleRetention, mesh: DeviceMesh) -> None:
+    layer.first_head = mesh.get_local_rank() * layer.num_heads
 
 
 HEAD_AXES: dict[str, int | Blocks | None] = {
@@ -118,6 +125,12 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
         counts=("num_heads", "num_kv_heads"),
         sizes=GROUPED_SIZES,
         axes={"g_proj.weight": 0, "gk_proj.*": 0, **HEAD_AXES},
+    ),
+    MultiScaleRetention: Layout(
+        counts=("num_heads", "num_kv_heads"),
+        sizes=GROUPED_SIZES,
+        axes={"g_proj.weight": 0, **HEAD_AXES},
+        adapt=_number_heads,
     ),
     Attention: Layout(
         counts=("num_heads", "num_kv_heads"),
@@ -243,6 +256,8 @@ def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
             owner.hidden_size //= mesh.size()
     for size in (*layout.counts, *layout.sizes):
         setattr(layer, size, getattr(layer, size) // mesh.size())
+    if layout.adapt is not None:
+        layout.adapt(layer, mesh)
 
     def share_input(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from fla_npu.layers.linear_attention import Activation, GroupedLayer
 from fla_npu.modules.activations import sqrelu
 from fla_npu.modules.rotary import RotaryEmbedding
-from fla_npu.ops.retention import (
-    chunk_retention,
-    fused_chunk_retention,
-    fused_recurrent_retention,
-    parallel_retention,
+from fla_npu.ops.retention.decay import retention_decay
+from fla_npu.ops.simple_gla import (
+    chunk_simple_gla,
+    fused_chunk_simple_gla,
+    fused_recurrent_simple_gla,
+    parallel_simple_gla,
 )
 
 TRANSFORMERS_ACTIVATIONS: Mapping[str, Activation] = {
@@ -108,6 +109,8 @@ class MultiScaleRetention(GroupedLayer):
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
         self._create_gated_norm(gate_fn, elementwise_affine, norm_eps, fuse_norm)
         self.rotary = RotaryEmbedding(self.head_k_dim)
+        # Heads have numbers, which give their decays. Where devices share them out, a device's do not begin at 0.
+        self.first_head = 0
 
     def attend(
         self,
@@ -123,13 +126,15 @@ class MultiScaleRetention(GroupedLayer):
         cu_seqlens = options["cu_seqlens"]
         q, k = self.rotary(*self._mapped(q, k), seqlen_offset=first_position, cu_seqlens=cu_seqlens)
         k, v = self._per_query_head(k), self._per_query_head(v)
+        decay = retention_decay(self.first_head + self.num_heads, q)[self.first_head :]
         if mode == "parallel" and options["initial_state"] is None and not options["output_final_state"]:
-            return parallel_retention(q=q, k=k, v=v, cu_seqlens=cu_seqlens)[0], None
-        op: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = chunk_retention
+            return parallel_simple_gla(q=q, k=k, v=v, g=decay.expand(q.shape[:3]), cu_seqlens=cu_seqlens)[0], None
+        op: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = chunk_simple_gla
         if mode == "fused_recurrent":
-            op = fused_recurrent_retention
+            op = fused_recurrent_simple_gla
         elif mode == "fused_chunk":
-            op = fused_chunk_retention
+            op = fused_chunk_simple_gla
+        options["g_gamma"] = decay
         if packed is None:
             return op(q=q, k=k, v=v, **options)
         seen, seen_after, lens = packed

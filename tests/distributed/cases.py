@@ -27,6 +27,7 @@ from fla_npu.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
+    MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
 from fla_npu.models.utils import Cache
@@ -88,6 +89,7 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
     "simple_gla": lambda **kw: SimpleGatedLinearAttention(
         hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, gate_fn="sigmoid", conv_bias=True, layer_idx=0, **kw
     ),
+    "retention": lambda **kw: MultiScaleRetention(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, layer_idx=0, **kw),
     "gdp_one": lambda **kw: GatedDeltaProduct(HIDDEN, head_dim=16, num_heads=2, num_householder=1, layer_idx=0, **kw),
 }
 
@@ -189,6 +191,17 @@ def gated_linear_attention(mesh: DeviceMesh, folder: Path) -> None:
     _layers_equal(("gla", "gla_bare", "simple_gla"), mesh)
 
 
+def retention(mesh: DeviceMesh, folder: Path) -> None:
+    """Each head decays at a rate of its own, which its number gives, in all modes."""
+    _layers_equal(("retention",), mesh)
+    with torch.no_grad():
+        x = torch.randn(2, 70, HIDDEN, dtype=torch.float64)
+        for mode in MultiScaleRetention.modes:
+            one, two = pair("retention", mesh)
+            one.mode = two.mode = mode
+            close(two(x)[0], one(x)[0], mode)
+
+
 def read_in_place(two: nn.Module) -> bool:
     """Whether what a projection reads is the memory of its blocks, not a copy."""
     read = []
@@ -221,7 +234,7 @@ def packed_and_padded(mesh: DeviceMesh, folder: Path) -> None:
 
 @torch.no_grad()
 def cached_decoding(mesh: DeviceMesh, folder: Path) -> None:
-    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2", "gdp", "delta_net", "gla", "simple_gla"):
+    for name in ("gdn", "gdn_gva", "kda_gva", "gdn2", "gdp", "delta_net", "gla", "simple_gla", "retention"):
         limit = rounded_gates(name)
         one, two = (m.eval() for m in pair(name, mesh))
         x = torch.randn(2, 80, HIDDEN, dtype=torch.float64)
@@ -474,6 +487,7 @@ CASES = [
     gated_delta_product,
     delta_net,
     gated_linear_attention,
+    retention,
     blocks_are_read_in_place,
     packed_and_padded,
     cached_decoding,

@@ -246,7 +246,7 @@ OPS = {
     DeltaNet: (delta_net_module, "delta_rule"),
     GatedLinearAttention: (gla_module, "gla"),
     SimpleGatedLinearAttention: (simple_gla_module, "simple_gla"),
-    MultiScaleRetention: (retention_module, "retention"),
+    MultiScaleRetention: (retention_module, "simple_gla"),
 }
 
 
