@@ -46,6 +46,12 @@ REWRITTEN = {
         "from fla.models import KDAConfig\nfrom fla.models.utils import Cache\n",
         "from fla_npu.models import KDAConfig\nfrom fla_npu.models.utils import Cache\n",
     ),
+    "what came with the other ops": (
+        "from fla.ops.simple_gla import chunk_simple_gla\nfrom fla.layers import DeltaNet\n"
+        "from fla.models import GLAForCausalLM, RetNetConfig as R\n",
+        "from fla_npu.ops.simple_gla import chunk_simple_gla\nfrom fla_npu.layers import DeltaNet\n"
+        "from fla_npu.models import GLAForCausalLM, RetNetConfig as R\n",
+    ),
     "after wide characters": (
         "é = '→'; import fla; print('→', fla.ops, é)\n",
         "é = '→'; import fla_npu; print('→', fla_npu.ops, é)\n",

@@ -80,6 +80,21 @@ LAYERS = {
         "fused_recurrent_gated_delta_rule_fwd",
     ),
     "delta_net.DeltaNet": ({"num_heads": 2, "use_gate": True}, "chunk_delta_rule", "fused_recurrent_delta_rule"),
+    "gla.GatedLinearAttention": (
+        {"num_heads": 2, "use_short_conv": True, "feature_map": "swish"},
+        "chunk_gla",
+        "fused_recurrent_gla",
+    ),
+    "simple_gla.SimpleGatedLinearAttention": (
+        {"num_heads": 2, "use_short_conv": True},
+        "chunk_simple_gla",
+        "fused_recurrent_simple_gla",
+    ),
+    "multiscale_retention.MultiScaleRetention": (
+        {"num_heads": 2, "use_short_conv": True},
+        "chunk_retention",
+        "fused_recurrent_retention",
+    ),
 }
 """Layer -> its arguments, and FLA's functions for more and for fewer than 64 tokens."""
 
@@ -116,11 +131,33 @@ def test_layers_of_fla_compute_what_those_of_fla_npu_do(path):
     assert report.calls["causal_conv1d"] and report.calls["rms_norm_gated"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "simple_gla.fused_chunk_simple_gla",
+        "simple_gla.parallel_simple_gla",
+        "retention.fused_chunk_retention",
+        "retention.parallel_retention",
+    ],
+)
+def test_ops_that_layers_do_not_call_by_default(path):
+    module, name = path.split(".")
+    q, k, v = torch.randn(3, 1, 70, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    options = {"g": -torch.rand(1, 70, 2)} if module == "simple_gla" else {}
+    with fla_npu.enabled() as report:
+        o, _ = getattr(importlib.import_module(f"fla.ops.{module}"), name)(q, k, v, **options)
+    assert report.calls == {name: 1}
+    ours = getattr(importlib.import_module(f"fla_npu.ops.{module}"), name)
+    assert torch.equal(o, ours(q, k, v, **options)[0])
+
+
 MODELS = {
     "GatedDeltaNet": HEADS,
     "KDA": HEADS,
     "GatedDeltaProduct": HEADS,
     "DeltaNet": {"num_heads": 2},
+    "GLA": {"num_heads": 2},
+    "RetNet": {"num_heads": 2},
     "Mamba2": {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16},
 }
 

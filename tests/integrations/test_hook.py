@@ -30,7 +30,10 @@ PATHS = [
         "layers",
         "layers.utils",
     ),
-    *("modules", "modules.l2norm", "modules.conv.causal_conv1d", "models.utils", "utils"),
+    *("modules", "modules.l2norm", "modules.conv.causal_conv1d", "models.utils", "utils", "backends"),
+    *("ops.delta_rule.chunk", "ops.gla", "ops.simple_gla.parallel", "ops.retention.naive", "layers.delta_net"),
+    *("layers.gla", "layers.simple_gla", "layers.multiscale_retention", "models.gated_deltaproduct"),
+    *("models.delta_net", "models.gla", "models.retnet.modeling_retnet"),
 ]
 MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
 
