@@ -608,7 +608,17 @@ def test_forward_refusals(layer):
 
 
 @torch.no_grad()
-def test_empty_batch(layer):
-    for T in (1, 5):
-        y, _, _ = layer.eval()(torch.zeros(0, T, HIDDEN))
-        assert y.shape == (0, T, HIDDEN)
+@pytest.mark.parametrize("shape", [(0, 1), (0, 5), (2, 0)])
+def test_empty_batch(layer, shape):
+    """Sequences of no tokens leave a state that the first token continues."""
+    cache, x = Cache(), torch.randn(shape[0], 3, HIDDEN)
+    y, _, _ = layer(torch.zeros(*shape, HIDDEN), past_key_values=cache, use_cache=True)
+    assert y.shape == (*shape, HIDDEN)
+    if shape[1] == 0:
+        close(layer(x, past_key_values=cache, use_cache=True)[0], layer(x)[0])
+
+
+@torch.no_grad()
+def test_a_batch_of_padding(layer):
+    y, _, _ = layer(torch.full((2, 5, HIDDEN), float("nan")), attention_mask=torch.zeros(2, 5))
+    assert not y.any()
