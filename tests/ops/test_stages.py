@@ -34,16 +34,16 @@ def prepared(g: torch.Tensor) -> torch.Tensor:
     return (g * RCP_LN2).clamp_min(FORGET)
 
 
-def scalar(kq: torch.Tensor, g: torch.Tensor) -> ScalarDecay:
-    return ScalarDecay(kq.flatten(1, 2), cumulative(prepared(g)), Workspace(kq, kq.dtype), delta=True)
+def scalar(kq: torch.Tensor, g: torch.Tensor, *, delta: bool = True) -> ScalarDecay:
+    return ScalarDecay(kq.flatten(1, 2), cumulative(prepared(g)), Workspace(kq, kq.dtype), delta=delta)
 
 
-def referenced(kq: torch.Tensor, g: torch.Tensor) -> ReferencedDecay:
-    return ReferencedDecay(kq, prepared(g), Workspace(kq, kq.dtype), delta=True)
+def referenced(kq: torch.Tensor, g: torch.Tensor, *, delta: bool = True) -> ReferencedDecay:
+    return ReferencedDecay(kq, prepared(g), Workspace(kq, kq.dtype), delta=delta)
 
 
-def levels(kq: torch.Tensor, g: torch.Tensor) -> LevelDecay:
-    return LevelDecay(kq, prepared(g), Workspace(kq, kq.dtype), delta=True)
+def levels(kq: torch.Tensor, g: torch.Tensor, *, delta: bool = True) -> LevelDecay:
+    return LevelDecay(kq, prepared(g), Workspace(kq, kq.dtype), delta=delta)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -139,6 +139,28 @@ def test_definition(kind: str, C: int, R: int, seed: int, strength: float):
     """At strength 0.5 sums of 32 binary log decays reach 30 to 40, within what a referenced decay may be given."""
     tensors = made(C, channel=kind != "scalar", R=R, seed=seed, strength=strength)
     assert_agree(by_class(KINDS[kind], *tensors), by_definition(*tensors))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("C", [1, 33, 64])
+@pytest.mark.parametrize("R", [1, 3])
+def test_without_the_delta_rule(kind: str, C: int, R: int):
+    """What is left are the rows of q: the other results are those of a delta rule to which A and what k reads do not
+    matter."""
+    tensors = made(C, channel=kind != "scalar", R=R, seed=5)
+    kq, g, S, u, dA, dP, dX, dS = tensors
+    dX = torch.stack((torch.zeros_like(dX[:, 0]), dX[:, 1]), dim=1)
+    want = by_class(KINDS[kind], kq, g, S, u, torch.zeros_like(dA), dP, dX, dS)
+    decay = KINDS[kind](kq, g, delta=False)
+    before, after = (decay.load_state(x[None], len(kq)) for x in (S, dS))
+    A, P = decay.attend_(before)
+    P, X = P.clone(), decay.read().clone()
+    du = decay.write_backward(after).clone()
+    back = decay.backward_(None, dP.clone(), dX[:, 1].clone(), after, u, before)
+    assert A is None
+    got = (P, X, du, back.kq.view(kq.shape), back.g, decay.store_state(back.S, 1)[0])
+    for x, y in zip(got, (want[1], want[2][:, 1], *want[4:]), strict=True):
+        assert x.shape == y.shape and (x - y).square().sum() <= BOUND * y.square().sum()
 
 
 @pytest.mark.parametrize("kind", ["scalar", "levels"])
