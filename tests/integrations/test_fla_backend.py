@@ -202,6 +202,59 @@ def test_models_of_fla_train(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments", "inputs"),
+    [
+        ("RMSNorm", (64,), "input"),
+        ("LayerNorm", (64,), "input"),
+        ("GroupNorm", (4, 64), "input"),
+        ("FusedRMSNormGated", (64,), "gated"),
+        ("FusedLayerNormGated", (64,), "gated"),
+        ("FusedRMSNormSwishGate", (64,), "gated"),
+        ("RMSNormLinear", (64,), "linear"),
+        ("LayerNormLinear", (64,), "linear"),
+        ("GroupNormLinear", (4, 64), "linear"),
+        ("FusedRMSNormSwishGateLinear", (64,), "gated linear"),
+        ("FusedLayerNormSwishGateLinear", (64,), "gated linear"),
+        ("GatedMLP", (64,), "input"),
+        ("ShortConvolution", (64, 4), "input"),
+        ("RotaryEmbedding", (64,), "heads"),
+        ("FusedKLDivLoss", (), "distillation"),
+        ("FusedLinearCrossEntropyLoss", (), "loss"),
+    ],
+)
+def test_modules_of_fla_compute_what_those_of_fla_npu_do(name, arguments, inputs):
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 2, 10, 64, generator=generator).unbind()
+    weight, heads = torch.randn(32, 64, generator=generator), torch.randn(2, 2, 10, 3, 64, generator=generator).unbind()
+    values = {
+        "input": (x,),
+        "gated": (x, gate),
+        "linear": (x, weight, None),
+        "gated linear": (x, gate, weight, None),
+        "heads": heads,
+        "distillation": (x[0], gate[0], weight, -weight),
+        "loss": (x[0], torch.arange(10), weight),
+    }[inputs]
+
+    def results(package: str) -> list[torch.Tensor]:
+        module = getattr(importlib.import_module(f"{package}.modules"), name)
+        leaves = [None if v is None else v.clone() for v in values]
+        for leaf in leaves[:: 2 if name == "FusedKLDivLoss" else 1]:  # whose teacher gets no gradients
+            if leaf is not None and leaf.is_floating_point():
+                leaf.requires_grad_()
+        torch.manual_seed(0)
+        y = module(*arguments)(*leaves)
+        outputs = [part for part in (y if isinstance(y, tuple) else (y,)) if part is not None]
+        sum(part.square().sum() for part in outputs).backward()
+        return outputs + [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+
+    with fla_npu.enabled() as report:
+        theirs = results("fla")
+    assert report.calls
+    torch.testing.assert_close(theirs, results("fla_npu"), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("activation", "definition"),
     [
         ("sigmoid", torch.sigmoid),
