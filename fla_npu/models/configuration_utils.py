@@ -144,7 +144,7 @@ class FLAConfig(PretrainedConfig):
                 raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be True")
             warnings.warn(
                 "fuse_linear_cross_entropy saves memory; gradients of 16-bit weights are rounded once more",
-                stacklevel=4,
+                stacklevel=3,
             )
         self.attn_mode = attn_mode
         self.hidden_size = hidden_size

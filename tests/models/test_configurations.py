@@ -182,8 +182,9 @@ def test_bad_attention(attn, message):
 def test_contradictions():
     with pytest.raises(ValueError, match="cannot both be True"):
         GatedDeltaNetConfig(fuse_linear_cross_entropy=True)
-    with pytest.warns(UserWarning, match="rounded once more"):
+    with pytest.warns(UserWarning, match="rounded once more") as warned:
         GatedDeltaNetConfig(fuse_linear_cross_entropy=True, fuse_cross_entropy=False)
+    assert warned[0].filename == __file__
     with pytest.raises(ValueError, match="output_gate_activation must be 'swish', 'silu', or 'sigmoid', got 'tanh'"):
         GatedDeltaNetConfig(output_gate_activation="tanh")
     with pytest.raises(ValueError, match="safe_gate=True requires a lower_bound"):
@@ -191,5 +192,6 @@ def test_contradictions():
     for size in (3, 0):
         with pytest.raises(ValueError, match=f"must be None, 1 or an even number, got {size}"):
             KDAConfig(attnres_block_size=size)
-    with pytest.warns(UserWarning, match="RetNet models have no short convolutions"):
+    with pytest.warns(UserWarning, match="RetNet models have no short convolutions") as warned:
         RetNetConfig(use_short_conv=True)
+    assert warned[0].filename == __file__

@@ -51,7 +51,7 @@ class RetNetConfig(FLAConfig):
         **kwargs: Any,
     ) -> None:
         if use_short_conv:
-            warnings.warn("RetNet models have no short convolutions: use_short_conv=True has no effect", stacklevel=3)
+            warnings.warn("RetNet models have no short convolutions: use_short_conv=True has no effect", stacklevel=2)
         self.expand_k = expand_k
         self.num_kv_heads = num_kv_heads
         self.feature_map = feature_map
