@@ -223,7 +223,7 @@ class FLAModel(FLAPreTrainedModel):
 
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; training with attention residuals and
-                reentrant gradient checkpoints, which lose the gradients of tensors in lists.
+                reentrant gradient checkpoints, which handle no gradients of tensors in lists.
             TypeError: a cache of another library.
         """
         past_key_values = _given_cache(past_key_values, kwargs)
@@ -284,8 +284,8 @@ class FLAModel(FLAPreTrainedModel):
             # torch takes None, its default, for True.
             if layer.gradient_checkpointing and options.get("use_reentrant") is not False:
                 raise ValueError(
-                    "attnres_block_size does not go with reentrant gradient checkpoints, which lose gradients: call "
-                    "gradient_checkpointing_enable({'use_reentrant': False})"
+                    "attnres_block_size does not go with reentrant gradient checkpoints, which handle no gradients of "
+                    "tensors in lists: call gradient_checkpointing_enable({'use_reentrant': False})"
                 )
 
 
