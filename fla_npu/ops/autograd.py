@@ -1,4 +1,4 @@
-"""The autograd Functions of the delta-rule ops: one saves the arguments and forwards to the chunked passes, the other
+"""The autograd Functions of the ops: one saves the arguments and forwards to the chunked passes, the other
 has no backward pass and says so."""
 
 from collections.abc import Callable

@@ -395,6 +395,7 @@ def test_implementations(op: str):
         ("fused_recurrent_simple_gla", {"bounds": [0, 1, 1, 40], "reverse": True}),
         ("chunk_gla", {"output_final_state": False, "state": False}),
         ("fused_recurrent_gla", {"decay": "none", "reverse": True, "v_first": True}),
+        ("chunk_retention", {"decay": "none"}),
     ],
 )
 def test_in_a_graph(op: str, options: Arguments):
