@@ -7,6 +7,7 @@ from fla_npu.layers.gated_deltaproduct import GatedDeltaProduct
 from fla_npu.layers.gdn2 import GatedDeltaNet2
 from fla_npu.layers.gla import GatedLinearAttention
 from fla_npu.layers.kda import KimiDeltaAttention
+from fla_npu.layers.mamba2 import Mamba2
 from fla_npu.layers.multiscale_retention import MultiScaleRetention
 from fla_npu.layers.simple_gla import SimpleGatedLinearAttention
 
@@ -18,6 +19,7 @@ __all__ = [
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "KimiDeltaAttention",
+    "Mamba2",
     "MultiScaleRetention",
     "SimpleGatedLinearAttention",
 ]

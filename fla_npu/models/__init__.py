@@ -23,6 +23,9 @@ __all__ = [
     "KDAConfig",
     "KDAForCausalLM",
     "KDAModel",
+    "Mamba2Config",
+    "Mamba2ForCausalLM",
+    "Mamba2Model",
     "RetNetConfig",
     "RetNetForCausalLM",
     "RetNetModel",
@@ -38,6 +41,7 @@ try:
     )
     from fla_npu.models.gla import GLAConfig, GLAForCausalLM, GLAModel
     from fla_npu.models.kda import KDAConfig, KDAForCausalLM, KDAModel
+    from fla_npu.models.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
     from fla_npu.models.retnet import RetNetConfig, RetNetForCausalLM, RetNetModel
 except ImportError as error:
     _reason = error

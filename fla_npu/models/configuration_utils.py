@@ -139,13 +139,7 @@ class FLAConfig(PretrainedConfig):
             raise ValueError(f"attnres_block_size must be None, 1 or an even number, got {attnres_block_size}")
         if fuse_linear_cross_entropy is not None:
             self.fuse_linear_cross_entropy = fuse_linear_cross_entropy
-        if fuse_linear_cross_entropy:
-            if fuse_cross_entropy:
-                raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be True")
-            warnings.warn(
-                "fuse_linear_cross_entropy saves memory; gradients of 16-bit weights are rounded once more",
-                stacklevel=3,
-            )
+        check_losses(fuse_cross_entropy, fuse_linear_cross_entropy, stacklevel=4)
         self.attn_mode = attn_mode
         self.hidden_size = hidden_size
         self.expand_v = expand_v
@@ -177,3 +171,19 @@ class FLAConfig(PretrainedConfig):
     @attn.setter
     def attn(self, value: AttentionConfig) -> None:
         self.__dict__["attn"] = parse_attention_config(value, num_hidden_layers=self.num_hidden_layers)
+
+
+def check_losses(fuse_cross_entropy: bool, fuse_linear_cross_entropy: bool | None, stacklevel: int) -> None:
+    """ValueError if both are asked for; a warning about the precision of the second, as in FLA.
+
+    Args:
+        stacklevel: of the warning, for who makes the configuration.
+    """
+    if not fuse_linear_cross_entropy:
+        return
+    if fuse_cross_entropy:
+        raise ValueError("fuse_cross_entropy and fuse_linear_cross_entropy cannot both be True")
+    warnings.warn(
+        "fuse_linear_cross_entropy saves memory; gradients of 16-bit weights are rounded once more",
+        stacklevel=stacklevel,
+    )

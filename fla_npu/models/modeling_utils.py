@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
+from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -138,7 +139,7 @@ class FLABlock(GradientCheckpointingLayer):
 class FLAPreTrainedModel(PreTrainedModel):
     """How parameters start, and where transformers finds embeddings and blocks."""
 
-    config_class: type[FLAConfig]
+    config_class: type[PretrainedConfig]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _input_embed_layer = "embeddings"
@@ -153,8 +154,8 @@ class FLAPreTrainedModel(PreTrainedModel):
             layer: Any = module
             low = self._lowest_rate(layer)
             rates = torch.zeros_like(layer.A_log) if low is None else log_uniform_rates(layer.A_log.numel(), low)
-            _fill(layer.A_log, rates)
-            _fill(layer.dt_bias, time_step_bias(layer.dt_bias.numel()))
+            fill_parameter(layer.A_log, rates)
+            fill_parameter(layer.dt_bias, time_step_bias(layer.dt_bias.numel()))
         elif isinstance(module, (nn.Linear, nn.Conv1d)):
             if getattr(module, "_is_attnres_proj", False):
                 nn.init.zeros_(module.weight)
@@ -172,7 +173,7 @@ class FLAPreTrainedModel(PreTrainedModel):
         return 0.0
 
 
-def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def fill_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Set a parameter that no checkpoint has set; on the meta device there is nothing to set."""
     if not getattr(parameter, "_is_hf_initialized", False) and parameter.device.type != "meta":
         parameter.copy_(values)
@@ -181,7 +182,7 @@ def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
 class FLAModel(FLAPreTrainedModel):
     """Embeddings, blocks and a final norm."""
 
-    block: ClassVar[type[FLABlock]]
+    block: ClassVar[type[GradientCheckpointingLayer]]
 
     def __init__(self, config: FLAConfig) -> None:
         super().__init__(config)
@@ -258,7 +259,7 @@ class FLAModel(FLAPreTrainedModel):
             if output_hidden_states:
                 all_hidden_states.append(hidden_states)
         if attnres_states is None:
-            hidden_states = self.norm(hidden_states)
+            hidden_states = self.final_norm(hidden_states)
         else:
             hidden_states = attention_residual(
                 self.res_proj.weight,
@@ -274,6 +275,11 @@ class FLAModel(FLAPreTrainedModel):
             **{CACHE: past_key_values},
         )
         return output if _returns_dict(self, return_dict) else output.to_tuple()
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        """The norm after the last block."""
+        return self.norm
 
     def _refuse_reentrant_checkpoints(self) -> None:
         if not (self.training and torch.is_grad_enabled()):
@@ -297,17 +303,17 @@ class FLAForCausalLM(FLAPreTrainedModel, FLAGenerationMixin):
 
     def __init__(self, config: FLAConfig) -> None:
         super().__init__(config)
-        self.model = self.model_class(config)
+        setattr(self, self.base_model_prefix, self.model_class(config))
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.criterion: nn.Module | None = None
         self.post_init()
 
-    def get_decoder(self) -> FLAModel:
-        return self.model
+    def get_decoder(self) -> nn.Module:
+        return self.base_model
 
     def set_decoder(self, decoder: FLAModel) -> None:
-        self.model = decoder
+        setattr(self, self.base_model_prefix, decoder)
 
     def forward(
         self,
@@ -340,7 +346,7 @@ class FLAForCausalLM(FLAPreTrainedModel, FLAGenerationMixin):
         """
         if "num_logits_to_keep" in kwargs:
             logits_to_keep = kwargs.pop("num_logits_to_keep")
-        outputs = self.model(
+        outputs = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,

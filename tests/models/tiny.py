@@ -10,6 +10,7 @@ from fla_npu.models import (
     GatedDeltaProductForCausalLM,
     GLAForCausalLM,
     KDAForCausalLM,
+    Mamba2ForCausalLM,
     RetNetForCausalLM,
 )
 from fla_npu.models.configuration_utils import FLAConfig
@@ -31,6 +32,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gdn": (GatedDeltaNetForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
     "gla": (GLAForCausalLM, {"num_heads": 4, "num_kv_heads": 2}),
     "kda": (KDAForCausalLM, {"head_dim": 8, "num_heads": 2, "num_v_heads": 4}),
+    "mamba": (Mamba2ForCausalLM, {"head_dim": 8, "state_size": 16, "n_groups": 2}),
     "product": (
         GatedDeltaProductForCausalLM,
         {"head_dim": 8, "num_heads": 2, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
@@ -50,6 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "kda": {},
     "kda hybrid": {"attn": ATTENTION, "safe_gate": True, "lower_bound": -5.0},
     "kda residuals": {"attnres_block_size": 2},
+    "mamba": {},
+    "mamba ungated": {"rmsnorm": False, "D_has_hdim": True, "residual_in_fp32": False, "dt_limit": (0.01, 0.1)},
     "product": {},
     "product hybrid": {"attn": ATTENTION, "use_forget_gate": False},
     "retnet": {},

@@ -1,0 +1,12 @@
+"""Mamba-2 models, registered with transformers' Auto classes.
+
+transformers has a model type `mamba2` of its own, with which AutoConfig stays: use the classes here by their names.
+"""
+
+from fla_npu.models.auto import register
+from fla_npu.models.mamba2.configuration_mamba2 import Mamba2Config
+from fla_npu.models.mamba2.modeling_mamba2 import Mamba2ForCausalLM, Mamba2Model
+
+register(Mamba2ForCausalLM)
+
+__all__ = ["Mamba2Config", "Mamba2ForCausalLM", "Mamba2Model"]
