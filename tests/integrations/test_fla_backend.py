@@ -409,3 +409,24 @@ def test_the_report_tells_when_fla_does_not_dispatch():
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=variables, check=True
     )
     assert result.stdout.strip() == "FLA_DISABLE_BACKEND_DISPATCH is set"
+
+
+def test_the_mamba2_layer_of_fla_computes_what_that_of_fla_npu_does():
+    """On a CPU it runs its own code, between an activation and a norm that are served."""
+    options = {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+    torch.manual_seed(0)
+    theirs, ours = (
+        importlib.import_module(f"{package}.layers.mamba2").Mamba2(layer_idx=0, **options)
+        for package in ("fla", "fla_npu")
+    )
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 40, 64)
+    with fla_npu.enabled() as report:
+        results = [layer(x)[0] for layer in (theirs, ours)]
+        for result in results:
+            result.square().mean().backward()
+    # Two algorithms: a few roundings of sums of 16 x 32 products of about 1.
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
+    for (name, mine), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, their.grad, rtol=1e-3, atol=1e-5, msg=name)
+    assert report.calls == {"swish_fwd": 1, "swish_bwd": 1, "rmsnorm_fn": 1}

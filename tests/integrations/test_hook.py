@@ -34,6 +34,7 @@ PATHS = [
     *("ops.delta_rule.chunk", "ops.gla", "ops.simple_gla.parallel", "ops.retention.naive", "layers.delta_net"),
     *("layers.gla", "layers.simple_gla", "layers.multiscale_retention", "models.gated_deltaproduct"),
     *("models.delta_net", "models.gla", "models.retnet.modeling_retnet"),
+    *("layers.mamba2", "models.mamba2.configuration_mamba2"),
 ]
 MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
 
