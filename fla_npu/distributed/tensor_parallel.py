@@ -9,19 +9,22 @@ Parameters are DTensors: state dicts, optimizers and gradient clipping see whole
 device, on the local tensors. torch's `ColwiseParallel` computes on DTensors instead, projection by projection, which
 costs an all-reduce for each in backward and a dispatch for each in every decoding step.
 
-Some parameters are several tensors one below the other, each with all heads: the keys' projection of
-`GatedDeltaProduct` has one for each update of the state. No placement of DTensors says which rows of such a parameter a
-device holds, so each of its blocks becomes a parameter of its own. They lie next to each other in memory: what computes
-with them reads them as the one tensor that they are. State dicts have the one as well, by hooks.
+Some parameters are several tensors one below the other: the keys' projection of `GatedDeltaProduct` has one with all
+heads for each update of the state, and `Mamba2` has one projection for everything. No placement of DTensors says which
+rows of such a parameter a device holds, so each of its blocks becomes a parameter of its own. They lie next to each
+other in memory: what computes with them reads them as the one tensor that they are. State dicts have the one as well,
+by hooks.
 """
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -33,11 +36,14 @@ from fla_npu.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
+    Mamba2,
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
 from fla_npu.layers.attn import Attention
 from fla_npu.modules import GatedMLP, ShortConvolution
+from fla_npu.modules.blockwise import compute_dtype
+from fla_npu.modules.layernorm_gated import RMSNormGated
 
 
 class Block(NamedTuple):
@@ -57,8 +63,8 @@ class Layout(NamedTuple):
     `counts` are what every device gets an equal part of; they and `sizes`, multiples of them, are attributes of the
     layer. `axes` has the axis along which parameters are cut, by patterns of their names; None where all devices hold
     the whole, and a function for rows that are cut in blocks. `input` is the argument that all projections but one
-    read, `output` that one, whose results are to be summed. `adapt` is called with a layer whose parameters and sizes
-    are those of a device, and the mesh.
+    read, `output` that one, whose results are to be summed. `shareable` are counts, too, but a count of one is the same
+    on all devices. `adapt` is called with a layer whose parameters and sizes are those of a device, and the mesh.
     """
 
     counts: tuple[str, ...]
@@ -66,12 +72,52 @@ class Layout(NamedTuple):
     axes: dict[str, int | Blocks | None]
     input: str = "hidden_states"
     output: str = "o_proj"
+    shareable: tuple[str, ...] = ()
     adapt: Callable[[Any, DeviceMesh], None] | None = None
+
+    def cut_counts(self, layer: nn.Module) -> list[str]:
+        """The counts that are divided among the devices."""
+        return [*self.counts, *(count for count in self.shareable if getattr(layer, count) > 1)]
 
 
 def _updates(layer: GatedDeltaProduct, rows: int) -> list[Block]:
     """A block for each update of the state."""
     return [Block(rows // layer.num_householder, is_cut=True)] * layer.num_householder
+
+
+def _convolved(layer: Mamba2, rows: int) -> list[Block]:
+    """x by heads, then B and C by groups, or the same on all devices where all heads share one group."""
+    states = layer.n_groups * layer.ssm_state_size
+    shared = [Block(states, is_cut=True)] * 2 if layer.n_groups > 1 else [Block(2 * states, is_cut=False)]
+    return [Block(layer.intermediate_size, is_cut=True), *shared]
+
+
+def _projected(layer: Mamba2, rows: int) -> list[Block]:
+    """z, what is convolved, and the time steps."""
+    z, time_steps = Block(layer.intermediate_size, is_cut=True), Block(layer.num_heads, is_cut=True)
+    return [z, *_convolved(layer, rows), time_steps]
+
+
+def _adapt_mamba2(layer: Mamba2, mesh: DeviceMesh) -> None:
+    layer.conv_dim = layer.intermediate_size + 2 * layer.n_groups * layer.ssm_state_size
+    # A group of channels of which every device has a part.
+    if layer.norm is not None and (layer.norm.group_size or 0) > layer.intermediate_size:
+        _norm_over_devices(layer.norm, mesh)
+
+
+def _norm_over_devices(norm: RMSNormGated, mesh: DeviceMesh) -> None:
+    """The mean of a norm becomes that of the channels on all devices."""
+
+    def forward(self: RMSNormGated, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        y = x.to(compute_dtype(x))
+        gate = 1.0 if z is None else F.silu(z.to(y.dtype))
+        y = y if self.norm_before_gate else y * gate
+        squares = _Sum.apply(y.square().sum(-1, keepdim=True), mesh)
+        mean = _UsedInParts.apply(squares, mesh) / (y.shape[-1] * mesh.size())
+        y = y * torch.rsqrt(mean + self.eps) * self.weight.to(y.dtype)
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+
+    norm.forward = MethodType(forward, norm)  # type: ignore[method-assign]
 
 
 def _number_heads(layer: MultiScaleRetention, mesh: DeviceMesh) -> None:
@@ -131,6 +177,23 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
         sizes=GROUPED_SIZES,
         axes={"g_proj.weight": 0, **HEAD_AXES},
         adapt=_number_heads,
+    ),
+    Mamba2: Layout(
+        counts=("num_heads",),
+        shareable=("n_groups",),
+        sizes=("intermediate_size",),
+        axes={
+            "in_proj.*": _projected,
+            "conv1d.*": _convolved,
+            "norm.weight": 0,
+            "A_log": 0,
+            "D": 0,
+            "dt_bias": 0,
+            "out_proj.weight": 1,
+            "out_proj.bias": None,
+        },
+        output="out_proj",
+        adapt=_adapt_mamba2,
     ),
     Attention: Layout(
         counts=("num_heads", "num_kv_heads"),
@@ -223,10 +286,10 @@ def _check(layer: nn.Module, name: str, mesh: DeviceMesh) -> None:
         if isinstance(parameter, DTensor):
             raise ValueError(f"module must not be parallel yet, but {parameter_name} of {label} is a DTensor")
         _axis(layout, parameter_name)
-    for count in layout.counts:
+    for count in layout.cut_counts(layer):
         if getattr(layer, count) % mesh.size():
             raise ValueError(
-                f"{count} must be a multiple of the number of devices: "
+                f"{count} must be {'1 or ' if count in layout.shareable else ''}a multiple of the number of devices: "
                 f"{label} has {count}={getattr(layer, count)}, mesh has world size {mesh.size()}"
             )
 
@@ -254,7 +317,7 @@ def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
                 owner.register_parameter(name, _distribute(parameter, mesh, placement))
         if isinstance(owner, ShortConvolution):
             owner.hidden_size //= mesh.size()
-    for size in (*layout.counts, *layout.sizes):
+    for size in (*layout.cut_counts(layer), *layout.sizes):
         setattr(layer, size, getattr(layer, size) // mesh.size())
     if layout.adapt is not None:
         layout.adapt(layer, mesh)
@@ -270,7 +333,9 @@ def _cut(layer: nn.Module, mesh: DeviceMesh) -> None:
         return _Sum.apply(output, mesh)
 
     layer.register_forward_pre_hook(share_input, with_kwargs=True)
-    layer.get_submodule(layout.output).register_forward_hook(sum_output)
+    output: Any = layer.get_submodule(layout.output)
+    output.register_forward_hook(sum_output)
+    output._is_summed = True
 
 
 def _cut_in_blocks(owner: nn.Module, name: str, blocks: list[Block], mesh: DeviceMesh) -> None:
@@ -281,8 +346,9 @@ def _cut_in_blocks(owner: nn.Module, name: str, blocks: list[Block], mesh: Devic
     for block_name, block, rows in zip(
         names, blocks, parameter.data.split([block.rows for block in blocks]), strict=True
     ):
-        placement = Shard(0) if block.is_cut else Replicate()
-        owner.register_parameter(block_name, _parameter(distribute_tensor(rows, mesh, [placement]), parameter))
+        # Not as a part of a larger tensor, see `_adjoin`.
+        cut = distribute_tensor(rows.clone(), mesh, [Shard(0) if block.is_cut else Replicate()])
+        owner.register_parameter(block_name, _parameter(cut, parameter))
     if not _blocks(owner):
         owner.register_state_dict_post_hook(_join_in_state_dict)
         owner.register_load_state_dict_pre_hook(_cut_in_state_dict)
@@ -391,6 +457,18 @@ class _UsedInParts(torch.autograd.Function):
         return _all_reduced(gradient, ctx.mesh), None
 
 
+class _AddedOnce(torch.autograd.Function):
+    """x on the first device, zeros on the others, for a sum of the devices' results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return torch.zeros_like(x) if mesh.get_local_rank() else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None  # that of the sum, which all devices have
+
+
 def _all_reduced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=mesh.get_group())
@@ -430,7 +508,8 @@ class _LocalParameters:
                     self._replaced.append((owner._parameters, name, parameter))
                     local = parameter.to_local()
                     if getattr(owner, "_is_in_cut_layer", False) and parameter.placements == (Replicate(),):
-                        local = _UsedInParts.apply(local, parameter.device_mesh)
+                        share = _AddedOnce if getattr(owner, "_is_summed", False) else _UsedInParts
+                        local = share.apply(local, parameter.device_mesh)
                     owner._parameters[name] = local
             for name, names in _blocks(owner).items():
                 self._replaced.append((owner._parameters, name, None))

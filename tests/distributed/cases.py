@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fla_npu.distributed import HeadParallel, parallelize
+from fla_npu.distributed.tensor_parallel import LAYOUTS
 from fla_npu.layers import (
     DeltaNet,
     GatedDeltaNet,
@@ -27,6 +28,7 @@ from fla_npu.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
+    Mamba2,
     MultiScaleRetention,
     SimpleGatedLinearAttention,
 )
@@ -90,6 +92,20 @@ MAKERS: dict[str, Callable[..., nn.Module]] = {
         hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, gate_fn="sigmoid", conv_bias=True, layer_idx=0, **kw
     ),
     "retention": lambda **kw: MultiScaleRetention(hidden_size=HIDDEN, num_heads=4, num_kv_heads=2, layer_idx=0, **kw),
+    "mamba2": lambda **kw: Mamba2(hidden_size=HIDDEN, head_dim=16, state_size=8, use_bias=True, layer_idx=0, **kw),
+    "mamba2_groups": lambda **kw: Mamba2(
+        hidden_size=HIDDEN,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        D_has_hdim=True,
+        norm_before_gate=True,
+        layer_idx=0,
+        **kw,
+    ),
+    "mamba2_bare": lambda **kw: Mamba2(
+        hidden_size=HIDDEN, head_dim=16, state_size=8, rmsnorm=False, use_conv_bias=False, layer_idx=0, **kw
+    ),
     "gdp_one": lambda **kw: GatedDeltaProduct(HIDDEN, head_dim=16, num_heads=2, num_householder=1, layer_idx=0, **kw),
 }
 
@@ -166,8 +182,8 @@ def _layers_equal(names: tuple[str, ...], mesh: DeviceMesh) -> None:
     for name in names:
         one, two = pair(name, mesh)
         forward_and_backward(one, two, torch.randn(2, 70, HIDDEN, dtype=torch.float64), rounded_gates(name))
-        half = two.o_proj.weight.to_local()
-        assert half.shape[1] * mesh.size() == one.o_proj.weight.shape[1]
+        half, output = (layer.get_submodule(LAYOUTS[type(one)].output).weight for layer in (two, one))
+        assert half.to_local().shape[1] * mesh.size() == output.shape[1]
         assert two.num_heads * mesh.size() == one.num_heads
 
 
@@ -200,6 +216,24 @@ def retention(mesh: DeviceMesh, folder: Path) -> None:
             one, two = pair("retention", mesh)
             one.mode = two.mode = mode
             close(two(x)[0], one(x)[0], mode)
+
+
+def mamba2(mesh: DeviceMesh, folder: Path) -> None:
+    """Heads that share one group of B and C, whose norm is over all channels, and groups that are cut as heads are."""
+    _layers_equal(("mamba2", "mamba2_groups", "mamba2_bare"), mesh)
+    with torch.no_grad():
+        for name in ("mamba2", "mamba2_groups"):
+            one, two = (m.eval() for m in pair(name, mesh))
+            x = torch.randn(2, 12, HIDDEN, dtype=torch.float64)
+            caches = Cache(), Cache()
+            for start, end in pairwise([0, 9, 10, 11, 12]):
+                a, b = (
+                    m(x[:, start:end], past_key_values=c, use_cache=True)[0]
+                    for m, c in zip((one, two), caches, strict=True)
+                )
+                close(b, a, f"tokens {start} to {end}")
+            all_heads, ours = (c[0]["recurrent_state"] for c in caches)
+            close(ours, all_heads.chunk(mesh.size(), dim=1)[mesh.get_local_rank()], "recurrent state")
 
 
 def read_in_place(two: nn.Module) -> bool:
@@ -271,7 +305,7 @@ def half_precision(mesh: DeviceMesh, folder: Path) -> None:
 
 def communication(mesh: DeviceMesh, folder: Path) -> None:
     """One sum forward; backward that of the input, and of the gradients of parameters that all hold."""
-    for name, shared in (("gdn_gva", 1), ("kda", 3), ("gdp", 1)):
+    for name, shared in (("gdn_gva", 1), ("kda", 3), ("gdp", 1), ("mamba2_groups", 0)):
         _, two = pair(name, mesh)
         x = torch.randn(1, 8, HIDDEN, dtype=torch.float64, requires_grad=True)
         with CommDebugMode() as forward:
@@ -311,7 +345,7 @@ def first_process_decides(mesh: DeviceMesh, folder: Path) -> None:
 
 def state_dicts(mesh: DeviceMesh, folder: Path) -> None:
     """torch's full state dict is that of one device, and loads into another parallel layer."""
-    for name in ("gdn_gva", "kda", "gdp"):
+    for name in ("gdn_gva", "kda", "gdp", "mamba2"):
         one, two = pair(name, mesh)
         full = get_model_state_dict(two, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if mesh.get_local_rank() == 0:
@@ -325,7 +359,7 @@ def state_dicts(mesh: DeviceMesh, folder: Path) -> None:
         with torch.device("meta"):
             empty = MAKERS[name]().double()
         empty = parallelize(empty, mesh).to_empty(device="cpu")
-        if name == "gdp":
+        if name in ("gdp", "mamba2"):
             # torch broadcasts what it finds among the parameters, where blocks have other names.
             set_model_state_dict(empty, torch.load(folder / name), options=StateDictOptions(full_state_dict=True))
         else:
@@ -430,7 +464,7 @@ def plan_of_torch(mesh: DeviceMesh, folder: Path) -> None:
 
 def parameters_stay(mesh: DeviceMesh, folder: Path) -> None:
     """After a forward pass that fails, and in a copy."""
-    for name in ("gdn_gva", "gdp"):
+    for name in ("gdn_gva", "gdp", "mamba2"):
         one, two = pair(name, mesh)
         x = torch.randn(1, 8, HIDDEN, dtype=torch.float64)
         with pytest.raises(ValueError, match="attention_mask"):
@@ -454,6 +488,8 @@ def refusals(mesh: DeviceMesh, folder: Path) -> None:
         with pytest.raises(ValueError, match=f"GatedDeltaNet 'attn' has {name}, mesh has world size 2"):
             parallelize(layer, mesh)
         assert all(x is y for x, y in zip(layer.parameters(), before, strict=True))
+    with pytest.raises(ValueError, match=r"n_groups must be 1 or a multiple .* Mamba2 has n_groups=3, mesh"):
+        parallelize(Mamba2(hidden_size=48, head_dim=16, n_groups=3), mesh)
     with pytest.raises(ValueError, match="intermediate_size=33"):
         parallelize(GatedMLP(HIDDEN, intermediate_size=33), mesh)
     with pytest.raises(ValueError, match=r"must be or contain one of .*GatedDeltaNet, .*got Linear"):
@@ -488,6 +524,7 @@ CASES = [
     delta_net,
     gated_linear_attention,
     retention,
+    mamba2,
     blocks_are_read_in_place,
     packed_and_padded,
     cached_decoding,

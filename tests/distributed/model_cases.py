@@ -25,6 +25,8 @@ from fla_npu.models import (
     GLAForCausalLM,
     KDAConfig,
     KDAForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     RetNetConfig,
     RetNetForCausalLM,
 )
@@ -82,6 +84,13 @@ def retnet(**fields: Any) -> PreTrainedModel:
     return RetNetForCausalLM(RetNetConfig(**{**GROUPED, "num_kv_heads": 2, **fields})).double()
 
 
+def mamba2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size", "bos_token_id")}
+    config = Mamba2Config(**sizes, head_dim=8, num_heads=8, state_size=8, pad_token_id=None, eos_token_id=None)
+    return Mamba2ForCausalLM(config).double()
+
+
 def same_training(one: PreTrainedModel, two: PreTrainedModel, **options: Any) -> None:
     tokens = torch.randint(40, (1, 30))
     losses = [m.train()(tokens, labels=tokens, **options).loss for m in (one, two)]
@@ -107,7 +116,7 @@ def same_generation(one: PreTrainedModel, two: PreTrainedModel) -> None:
 
 
 def language_models(mesh: DeviceMesh, folder: Path) -> None:
-    for make in (gdn, kda, gdp_in_blocks, delta_net, gla, retnet):
+    for make in (gdn, kda, gdp_in_blocks, delta_net, gla, retnet, mamba2):
         one = make()
         two = parallelize(copy.deepcopy(one), mesh)
         assert all(isinstance(p, DTensor) for p in two.parameters())
