@@ -1,6 +1,7 @@
 """The Mamba-2 layer."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
-from fla_npu.layers.linear_attention import ACTIVATIONS
+from fla_npu.layers.linear_attention import ACTIVATIONS, SHORT
 from fla_npu.layers.undecayed import UndecayedParameters
 from fla_npu.layers.utils import (
     check_attention_mask,
@@ -21,7 +22,7 @@ from fla_npu.layers.utils import (
 from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.modules.causal_conv1d import causal_conv1d
 from fla_npu.modules.layernorm_gated import RMSNormGated
-from fla_npu.ops.simple_gla import chunk_simple_gla
+from fla_npu.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 CONVOLVED = ("silu", "swish")
 """Activations that the convolution applies itself."""
@@ -205,6 +206,7 @@ class Mamba2(UndecayedParameters):
         if self.activation not in CONVOLVED:
             xBC = self.act(xBC)
         y, recurrent_state = self._scan(
+            chunk_simple_gla if torch.is_grad_enabled() or q_len > SHORT else fused_recurrent_simple_gla,
             xBC,
             dt,
             initial_state=last_state["recurrent_state"],
@@ -219,15 +221,18 @@ class Mamba2(UndecayedParameters):
         o = self.out_proj(y.to(hidden_states.dtype))
         return repad_hidden_states(o, indices, batch_size, q_len), None, past_key_values
 
-    def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _scan(
+        self, op: Callable[..., Any], xBC: torch.Tensor, dt: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """y `[B, T, intermediate]` in fp32 (fp64 for fp64 inputs) from x, B and C `[B, T, conv_dim]` and the logits of
-        time steps `[B, T, num_heads]`, and the states `[N, num_heads, head_dim, state_size]`."""
+        time steps `[B, T, num_heads]`, and the states `[N, num_heads, head_dim, state_size]`; by `op`, one of simple
+        GLA's, with these options."""
         dtype = compute_dtype(xBC)
         grouped = self.n_groups * self.ssm_state_size
         x, B, C = xBC.to(dtype).split([self.intermediate_size, grouped, grouped], dim=-1)
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
-        y, state = chunk_simple_gla(
+        y, state = op(
             q=C.unflatten(-1, (self.n_groups, -1)),
             k=B.unflatten(-1, (self.n_groups, -1)),
             v=x * dt[..., None],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fla_npu.layers import Mamba2
+from fla_npu.layers import Mamba2, mamba2
 from fla_npu.models.utils import Cache
 from fla_npu.utils import get_err_ratio
 
@@ -145,7 +145,7 @@ def test_bfloat16():
 
 
 @settings(max_examples=15)
-@given(st.sampled_from(list(KINDS)), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 99))
+@given(st.sampled_from(list(KINDS)), st.lists(st.integers(1, 80), min_size=1, max_size=4), st.integers(0, 99))
 def test_prefill_in_pieces(kind, lengths, seed):
     layer, x = make(kind, seed=seed), tokens(length=sum(lengths), seed=seed)
     cache, outputs, start = Cache(), [], 0
@@ -158,6 +158,22 @@ def test_prefill_in_pieces(kind, lengths, seed):
     assert cache.get_seq_length() == x.shape[1] and cache[0]["recurrent_state"].dtype == torch.float32
     close(cache[0]["recurrent_state"], state)
     assert cache[0]["conv_state"].shape == (2, layer.conv_dim, layer.conv_kernel_size)
+
+
+@pytest.mark.parametrize(
+    "grad, length, expected",
+    [(False, 1, "fused_recurrent"), (False, 64, "fused_recurrent"), (False, 65, "chunk"), (True, 1, "chunk")],
+)
+def test_op(grad, length, expected, monkeypatch):
+    calls = []
+    for name in ("chunk", "fused_recurrent"):
+        op = getattr(mamba2, f"{name}_simple_gla")
+        monkeypatch.setattr(
+            mamba2, f"{name}_simple_gla", lambda *, name=name, op=op, **options: calls.append(name) or op(**options)
+        )
+    with torch.set_grad_enabled(grad):
+        make()(tokens(length=length))
+    assert calls == [expected]
 
 
 @torch.no_grad()
