@@ -136,6 +136,18 @@ def test_output_and_gradients(kind):
         assert reference.any()
 
 
+@pytest.mark.parametrize("A_log, dt_bias", [(20.0, 30.0), (-20.0, 30.0), (20.0, -30.0), (100.0, 0.0)])
+def test_extreme_decays(A_log, dt_bias):
+    """States that forget at once (also by decays of -inf), and states that forget nothing."""
+    layer, x = make(), tokens(length=70).transpose(0, 1).contiguous().transpose(0, 1)
+    with torch.no_grad():
+        layer.A_log[::2] = A_log
+        layer.dt_bias[1:] = dt_bias
+    close(layer(x)[0], exact(layer, x)[0])
+    with torch.no_grad():
+        close(layer(x[:, :5])[0], exact(layer, x[:, :5])[0])
+
+
 def test_bfloat16():
     layer, x = make("groups", torch.bfloat16), tokens(dtype=torch.bfloat16)
     o = layer(x)[0]
