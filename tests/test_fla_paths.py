@@ -133,7 +133,15 @@ PATHS = {
     "modules.rotary": "RotaryEmbedding rotary_embedding",
     "modules.l2warp": "l2_warp",
     "modules.mlp": "GatedMLP SwiGLULinear",
-    "layers": "Attention GatedDeltaNet KimiDeltaAttention GatedDeltaNet2 GatedDeltaProduct",
+    "layers": (
+        "Attention GatedDeltaNet KimiDeltaAttention GatedDeltaNet2 GatedDeltaProduct DeltaNet GatedLinearAttention "
+        "MultiScaleRetention Mamba2"
+    ),
+    "layers.delta_net": "DeltaNet",
+    "layers.gla": "GatedLinearAttention",
+    "layers.simple_gla": "SimpleGatedLinearAttention",
+    "layers.multiscale_retention": "MultiScaleRetention",
+    "layers.mamba2": "Mamba2",
     "layers.gated_deltanet": "GatedDeltaNet",
     "layers.kda": "KimiDeltaAttention",
     "layers.attn": "Attention",
@@ -143,7 +151,28 @@ PATHS = {
         "get_unpad_data index_first_axis index_put_first_axis pad_input unpad_input unpad_hidden_states "
         "repad_hidden_states get_layer_cache update_layer_cache require_cache_layer_idx"
     ),
-    "models": ("GatedDeltaNetConfig GatedDeltaNetModel GatedDeltaNetForCausalLM KDAConfig KDAModel KDAForCausalLM"),
+    "models": " ".join(
+        f"{family}{kind}"
+        for family in ("GatedDeltaNet", "KDA", "DeltaNet", "GLA", "RetNet", "Mamba2", "GatedDeltaProduct")
+        for kind in ("Config", "Model", "ForCausalLM")
+    ),
+    "models.delta_net": "DeltaNetConfig DeltaNetModel DeltaNetForCausalLM",
+    "models.delta_net.configuration_delta_net": "DeltaNetConfig",
+    "models.delta_net.modeling_delta_net": "DeltaNetModel DeltaNetBlock DeltaNetPreTrainedModel DeltaNetForCausalLM",
+    "models.gla": "GLAConfig GLAModel GLAForCausalLM",
+    "models.gla.configuration_gla": "GLAConfig",
+    "models.gla.modeling_gla": "GLAModel GLABlock GLAPreTrainedModel GLAForCausalLM",
+    "models.retnet": "RetNetConfig RetNetModel RetNetForCausalLM",
+    "models.retnet.configuration_retnet": "RetNetConfig",
+    "models.retnet.modeling_retnet": "RetNetModel RetNetBlock RetNetPreTrainedModel RetNetForCausalLM",
+    "models.mamba2": "Mamba2Config Mamba2Model Mamba2ForCausalLM",
+    "models.mamba2.configuration_mamba2": "Mamba2Config",
+    "models.mamba2.modeling_mamba2": "Mamba2Model Mamba2Block Mamba2PreTrainedModel Mamba2ForCausalLM",
+    "models.gated_deltaproduct": "GatedDeltaProductConfig GatedDeltaProductModel GatedDeltaProductForCausalLM",
+    "models.gated_deltaproduct.configuration_gated_deltaproduct": "GatedDeltaProductConfig",
+    "models.gated_deltaproduct.modeling_gated_deltaproduct": (
+        "GatedDeltaProductModel GatedDeltaProductBlock GatedDeltaProductPreTrainedModel GatedDeltaProductForCausalLM"
+    ),
     "models.gated_deltanet": "GatedDeltaNetConfig GatedDeltaNetModel GatedDeltaNetForCausalLM",
     "models.kda": "KDAConfig KDAModel KDAForCausalLM",
     "models.gated_deltanet.modeling_gated_deltanet": (

@@ -21,8 +21,9 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from fla_npu.integrations.report import lock
+from fla_npu.utils import FLA_VERSION
 
-STAND_INS = {"fla": ("fla_npu", "0.6.0"), "causal_conv1d": ("fla_npu.integrations.causal_conv1d", "1.5.0")}
+STAND_INS = {"fla": ("fla_npu", FLA_VERSION), "causal_conv1d": ("fla_npu.integrations.causal_conv1d", "1.5.0")}
 """Import name -> the module that stands in for it, and the version of the interface."""
 
 

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fla_npu.ops.common.chunked import KeptStates, chunked_forward
 from fla_npu.ops.common.chunked_bwd import chunked_backward
 from fla_npu.ops.common.step import decode
 from fla_npu.ops.problem import Problem, Tensors
+from fla_npu.ops.utils.second_derivatives import first_derivatives_only
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
@@ -76,7 +76,7 @@ class DeltaRule(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("an op of fla_npu")
     def backward(ctx: Any, do: torch.Tensor, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         with without_autocast(do.device.type):
             problem = Problem(Tensors(*ctx.saved_tensors), ctx.options, ctx.cu_seqlens)

@@ -310,12 +310,26 @@ def test_backward_twice_through_a_retained_graph(op: str, keep: bool):
 
 
 @pytest.mark.parametrize("op", CHUNKED)
-def test_double_backward_is_refused(op: str):
+@pytest.mark.parametrize("power", [1, 2])
+def test_double_backward_is_refused(op: str, power: int):
+    """Of a loss that is linear in o, too: its gradients are no constants."""
     call, leaves = leaves_of(make_call(op))
     o, _ = run(op, call)
-    (dq,) = torch.autograd.grad(o.square().sum(), leaves["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    (dq,) = torch.autograd.grad(o.pow(power).sum(), leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="an op of fla_npu has no second derivatives"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("op", CHUNKED)
+def test_second_derivatives_of_functions_are_refused(op: str):
+    call = make_call(op)
+    q = call.pop("q")
+
+    def first(q: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: run(op, {**call, "q": x})[0].sum())(q).sum()
+
+    with pytest.raises(RuntimeError, match="an op of fla_npu has no second derivatives"):
+        torch.func.grad(first)(q)
 
 
 @pytest.mark.parametrize("op", RECURRENT)

@@ -7,7 +7,7 @@ constants, and a penalty on them as one that pulls nothing. One of the two funct
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -49,7 +49,11 @@ def first_derivatives_only(what: str) -> Callable[[Callable[..., Gradients]], Ca
                 found = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return found
-            return tuple(None if d is None else _Final.apply(d.detach().requires_grad_(), what) for d in found)
+            # What the gradients depend on, so that derivatives by it come upon the error.
+            sources = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+            if not sources:
+                found = tuple(None if d is None else d.detach().requires_grad_() for d in found)
+            return tuple(None if d is None else _Final.apply(d, what, *sources) for d in found)
 
         return wrapper
 
@@ -58,10 +62,13 @@ def first_derivatives_only(what: str) -> Callable[[Callable[..., Gradients]], Ca
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, what: str) -> torch.Tensor:
-        ctx.what = what
+    def forward(x: torch.Tensor, what: str, *sources: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.what = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> NoReturn:
         raise RuntimeError(f"{ctx.what} has no second derivatives")
