@@ -99,7 +99,6 @@ def _projected(layer: Mamba2, rows: int) -> list[Block]:
 
 
 def _adapt_mamba2(layer: Mamba2, mesh: DeviceMesh) -> None:
-    layer.conv_dim = layer.intermediate_size + 2 * layer.n_groups * layer.ssm_state_size
     # A group of channels of which every device has a part.
     if layer.norm is not None and (layer.norm.group_size or 0) > layer.intermediate_size:
         _norm_over_devices(layer.norm, mesh)
@@ -384,9 +383,6 @@ def _parameter(x: DTensor, origin: nn.Parameter) -> nn.Parameter:
     """x as a parameter, with what is known of the one that it comes from."""
     parameter = nn.Parameter(x, origin.requires_grad)
     parameter.__dict__.update(origin.__dict__)
-    # A mark that the class of a parameter has.
-    if getattr(origin, "_no_weight_decay", False):
-        parameter._no_weight_decay = True  # type: ignore[attr-defined]
     return parameter
 
 

@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
-from fla_npu.layers.linear_attention import SHORT, LinearAttentionLayer
+from fla_npu.layers.linear_attention import LinearAttentionLayer
 from fla_npu.modules.activations import elu_p1
 from fla_npu.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 
@@ -39,6 +39,8 @@ class DeltaNet(LinearAttentionLayer):
         ShapeError: sizes that do not fit together, unknown mode, activation or norm.
         NotImplementedError: mode `"fused_chunk"`, which FLA has removed.
     """
+
+    trains_recurrently = True
 
     def __init__(
         self,
@@ -109,10 +111,6 @@ class DeltaNet(LinearAttentionLayer):
             use_qk_l2norm_in_kernel=self.qk_norm == "l2",
             **options,
         )
-
-    def _mode(self, q_len: int) -> str:
-        """The recurrent op up to 64 tokens, `self.mode` above; both have gradients."""
-        return "fused_recurrent" if q_len <= SHORT else self.mode
 
     def _activated(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

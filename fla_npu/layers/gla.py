@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fla_npu.layers.linear_attention import SHORT, GroupedLayer, log_sigmoid_decay
+from fla_npu.layers.linear_attention import GroupedLayer, log_sigmoid_decay
 from fla_npu.ops.gla import chunk_gla, fused_chunk_gla, fused_recurrent_gla
 
 
@@ -38,6 +38,7 @@ class GatedLinearAttention(GroupedLayer):
     """
 
     modes = ("chunk", "fused_recurrent", "fused_chunk")
+    trains_recurrently = True
 
     def __init__(
         self,
@@ -97,7 +98,3 @@ class GatedLinearAttention(GroupedLayer):
         if mode == "fused_recurrent":
             return fused_recurrent_gla(gk=g, **options)
         return chunk_gla(g=g, **options) if mode == "chunk" else fused_chunk_gla(g=g, **options)
-
-    def _mode(self, q_len: int) -> str:
-        """The recurrent op up to 64 tokens, `self.mode` above; both have gradients."""
-        return "fused_recurrent" if q_len <= SHORT else self.mode

@@ -25,7 +25,7 @@ from fla_npu.modules.activations import ACT2FN
 from fla_npu.modules.blockwise import compute_dtype
 
 SHORT = 64
-"""Up to this many tokens the recurrent op is used in inference: one chunk of the chunk op."""
+"""Up to this many tokens the recurrent op may be used, see `TokenMixer._mode`: one chunk of the chunk op."""
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,8 +33,101 @@ ACTIVATIONS: Mapping[str, Activation] = {name: fn for name, fn in ACT2FN.items()
 """FLA's activations of one argument, by name."""
 
 
-class LinearAttentionLayer(nn.Module, ABC):
-    """A token mixer with a state instead of a growing cache.
+class TokenMixer(nn.Module, ABC):
+    """A layer with a state instead of a growing cache. Padding, packed sequences and the cache are the same for all; a
+    subclass implements `mix`."""
+
+    mode: str = "chunk"
+    """What runs for long inputs, see `_mode`."""
+    trains_recurrently: bool = False
+    """Whether short inputs go to the recurrent op with autograd on, too."""
+    layer_idx: int | None
+
+    @abstractmethod
+    def mix(
+        self,
+        mode: str,
+        hidden_states: torch.Tensor,
+        last_state: dict[str, Any] | None,
+        use_cache: bool,
+        cu_seqlens: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Mix tokens without padding.
+
+        Args:
+            mode: names the op.
+            hidden_states: `[B, T, hidden]`.
+            last_state: what the cache has of earlier tokens, not to be written to unless `use_cache`.
+            use_cache: return the states after these tokens.
+            cu_seqlens: bounds of packed sequences, or None.
+            **options: from `_position_options`.
+
+        Returns:
+            The output `[B, T, hidden]`, and the states by their names in the cache.
+        """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None, Any]:
+        """Mix tokens.
+
+        Args:
+            hidden_states: `[B, T, hidden]`.
+            attention_mask: `[B, S]`, `S >= T`, 0 at padding on either side; its last T columns count. Outputs at
+                padding are zero, and padding does not touch the states.
+            past_key_values: a `Cache` with the states of earlier tokens, or an empty one.
+            use_cache: store the states after these tokens in `past_key_values`. Otherwise the states in it stay as
+                they are.
+            output_attentions: ignored, there are no attention weights.
+            **kwargs: `cu_seqlens` `[N + 1]`, bounds of the sequences packed in a batch of one; it takes precedence
+                over the mask. Others are ignored, as in FLA.
+
+        Returns:
+            The output `[B, T, hidden]`, None, and `past_key_values`.
+
+        Raises:
+            ShapeError: a mask of another shape; a mode that training does not have.
+            ValueError: `past_key_values` without `layer_idx`; arguments that the op refuses.
+        """
+        batch_size, q_len = hidden_states.shape[:2]
+        mode = self._mode(q_len)
+        if attention_mask is not None:
+            check_attention_mask(attention_mask, batch_size, q_len)
+        last_state = get_layer_cache(self, past_key_values)
+        cu_seqlens = kwargs.get("cu_seqlens")
+        options = self._position_options(past_key_values, attention_mask, cu_seqlens, q_len)
+        if attention_mask is not None and not has_padding(attention_mask, q_len):
+            attention_mask = None
+        hidden_states, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, q_len)
+
+        o, states = self.mix(mode, hidden_states, last_state, bool(use_cache), cu_seqlens, **options)
+        if use_cache:
+            update_layer_cache(self, past_key_values, offset=q_len, **states)
+        return repad_hidden_states(o, indices, batch_size, q_len), None, past_key_values
+
+    def _mode(self, q_len: int) -> str:
+        """The op for `q_len` tokens per row: the chunk op where autograd is on, unless the layer `trains_recurrently`;
+        otherwise the recurrent one up to 64 tokens, and `self.mode` above."""
+        if torch.is_grad_enabled() and not self.trains_recurrently:
+            return "chunk"
+        return "fused_recurrent" if q_len <= SHORT else self.mode
+
+    def _position_options(
+        self, past_key_values: Any, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int
+    ) -> dict[str, Any]:
+        """What `mix` has to know about positions, from the arguments of `forward`: nothing, as a rule."""
+        return {}
+
+
+class LinearAttentionLayer(TokenMixer):
+    """A token mixer of queries, keys and values.
 
     A subclass sets `key_dim`, `value_dim`, `head_k_dim` and `head_v_dim`, creates the projections `q_proj`, `k_proj`,
     `v_proj`, `o_proj` and its own parameters, in the order in which checkpoints and seeds of FLA expect them, and
@@ -96,47 +189,16 @@ class LinearAttentionLayer(nn.Module, ABC):
         """The op named by `mode`: q, k and v as `[B, T, heads, channels]`, hidden_states `[B, T, hidden]` for the
         gates, options for the op; returns o, whose heads have V channels, and the final state or None."""
 
-    def forward(
+    def mix(
         self,
+        mode: str,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None, Any]:
-        """Mix tokens.
-
-        Args:
-            hidden_states: `[B, T, hidden]`.
-            attention_mask: `[B, S]`, `S >= T`, 0 at padding on either side; its last T columns count. Outputs at
-                padding are zero, and padding does not touch the states.
-            past_key_values: a `Cache` with the states of earlier tokens, or an empty one.
-            use_cache: store the states after these tokens in `past_key_values`. Otherwise the states in it stay as
-                they are.
-            output_attentions: ignored, there are no attention weights.
-            **kwargs: `cu_seqlens` `[N + 1]`, bounds of the sequences packed in a batch of one; it takes precedence
-                over the mask. Others are ignored, as in FLA.
-
-        Returns:
-            The output `[B, T, hidden]`, None, and `past_key_values`.
-
-        Raises:
-            ShapeError: a mask of another shape; a mode that training does not have.
-            ValueError: `past_key_values` without `layer_idx`; arguments that the op refuses.
-        """
-        batch_size, q_len = hidden_states.shape[:2]
-        mode = self._mode(q_len)
-        if attention_mask is not None:
-            check_attention_mask(attention_mask, batch_size, q_len)
-        last_state = get_layer_cache(self, past_key_values)
-        cu_seqlens = kwargs.get("cu_seqlens")
-        options = self._position_options(past_key_values, attention_mask, cu_seqlens, q_len)
-        if attention_mask is not None and not has_padding(attention_mask, q_len):
-            attention_mask = None
-        hidden_states, indices, cu_seqlens = unpad_hidden_states(hidden_states, cu_seqlens, attention_mask, q_len)
-
-        q, k, v, conv_state = self._mixed_qkv(hidden_states, last_state, bool(use_cache), cu_seqlens)
+        last_state: dict[str, Any] | None,
+        use_cache: bool,
+        cu_seqlens: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        q, k, v, conv_state = self._mixed_qkv(hidden_states, last_state, use_cache, cu_seqlens)
         o, recurrent_state = self.attend(
             mode,
             q.unflatten(-1, (-1, self.head_k_dim)),
@@ -144,35 +206,18 @@ class LinearAttentionLayer(nn.Module, ABC):
             v.unflatten(-1, (-1, self.head_v_dim)),
             hidden_states,
             initial_state=None if last_state is None else last_state["recurrent_state"],
-            output_final_state=bool(use_cache),
+            output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
             **options,
         )
-        if use_cache:
-            update_layer_cache(
-                self, past_key_values, recurrent_state=recurrent_state, conv_state=conv_state, offset=q_len
-            )
         o = self.o_proj(self.gated_norm(o, hidden_states).flatten(-2))
-        return repad_hidden_states(o, indices, batch_size, q_len), None, past_key_values
+        return o, {"recurrent_state": recurrent_state, "conv_state": conv_state}
 
     def gated_norm(self, o: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The norm of o `[B, T, heads, V]`, and its gate of hidden_states `[B, T, hidden]` where the norm has one."""
         if isinstance(self.o_norm, FusedRMSNormGated):
             return self.o_norm(o, self.g_proj(hidden_states).unflatten(-1, (-1, self.head_v_dim)))
         return self.o_norm(o)
-
-    def _mode(self, q_len: int) -> str:
-        """The op for `q_len` tokens per row: the chunk op where autograd is on; otherwise the recurrent one up to 64
-        tokens, and `self.mode` above."""
-        if torch.is_grad_enabled():
-            return "chunk"
-        return "fused_recurrent" if q_len <= SHORT else self.mode
-
-    def _position_options(
-        self, past_key_values: Any, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, q_len: int
-    ) -> dict[str, Any]:
-        """What `attend` has to know about positions, from the arguments of `forward`: nothing, as a rule."""
-        return {}
 
     def _mixed_qkv(
         self,
@@ -267,7 +312,7 @@ class LinearAttentionLayer(nn.Module, ABC):
 
 class GroupedLayer(LinearAttentionLayer):
     """A layer whose query heads share heads of keys and values in groups, with a feature map of queries and keys and a
-    gate of the output after a norm per head. A subclass calls `_create_gated_norm`.
+    gate of the output after a norm per head. A subclass calls `_create_gate_projection`, then `_create_gated_norm`.
 
     Args:
         hidden_size, num_heads, mode, use_short_conv, conv_size, conv_bias, layer_idx: as in the base class.

@@ -9,16 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fla_npu.errors import ShapeError
-from fla_npu.layers.linear_attention import ACTIVATIONS, SHORT
+from fla_npu.layers.linear_attention import ACTIVATIONS, TokenMixer
 from fla_npu.layers.undecayed import UndecayedParameters
-from fla_npu.layers.utils import (
-    check_attention_mask,
-    get_layer_cache,
-    has_padding,
-    repad_hidden_states,
-    unpad_hidden_states,
-    update_layer_cache,
-)
 from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.modules.causal_conv1d import causal_conv1d
 from fla_npu.modules.layernorm_gated import RMSNormGated
@@ -28,7 +20,7 @@ CONVOLVED = ("silu", "swish")
 """Activations that the convolution applies itself."""
 
 
-class Mamba2(UndecayedParameters):
+class Mamba2(UndecayedParameters, TokenMixer):
     """Mamba-2, https://arxiv.org/abs/2405.21060: linear attention with one decay per head, in which C are queries, B
     keys and x, times its time step, values.
 
@@ -59,7 +51,8 @@ class Mamba2(UndecayedParameters):
         backend: FLA's names `"cuda"` and `"triton"` of convolutions; one implementation serves both.
 
     FLA's torch code gives head j of x the group `j % n_groups` in a prefill, but `j // (num_heads / n_groups)` in
-    decoding and in its CUDA kernels; here it is the latter throughout.
+    decoding and in its CUDA kernels; here it is the latter throughout. FLA's layer does not know of packed sequences
+    either, decodes one token at a time only, and decays its states at padding on the right.
 
     Raises:
         ValueError: sizes that do not fit together; unknown activation.
@@ -105,14 +98,14 @@ class Mamba2(UndecayedParameters):
         if self.num_heads * head_dim != self.intermediate_size:
             raise ValueError(
                 f"num_heads * head_dim must be expand * hidden_size = {self.intermediate_size}, "
-                f"got num_heads={num_heads} and head_dim={head_dim}"
+                f"got num_heads={self.num_heads} and head_dim={head_dim}"
             )
         if n_groups < 1 or self.num_heads % n_groups:
             raise ValueError(f"num_heads={self.num_heads} must be divisible by n_groups={n_groups}")
         if hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act must be one of {sorted(ACTIVATIONS)}, got {hidden_act!r}")
         if backend not in ("cuda", "triton"):
-            raise ShapeError(f"Unsupported backend: {backend!r}, must be cuda or triton")
+            raise ShapeError(f"backend must be 'cuda' or 'triton', got {backend!r}")
         self.conv_kernel_size = conv_kernel
         self.conv_init = conv_init
         self.use_conv_bias = use_conv_bias
@@ -131,7 +124,6 @@ class Mamba2(UndecayedParameters):
         self.use_bias = use_bias
         self.layer_idx = layer_idx
         self.backend = backend
-        self.conv_dim = self.intermediate_size + 2 * n_groups * state_size
         self.conv1d = nn.Conv1d(
             self.conv_dim,
             self.conv_dim,
@@ -157,6 +149,11 @@ class Mamba2(UndecayedParameters):
         self.D = nn.Parameter(torch.ones(self.intermediate_size if D_has_hdim else self.num_heads))
         self.out_proj = nn.Linear(self.intermediate_size, hidden_size, bias=use_bias)
 
+    @property
+    def conv_dim(self) -> int:
+        """Channels that are convolved: of x, B and C."""
+        return self.intermediate_size + 2 * self.n_groups * self.ssm_state_size
+
     def initial_dt_bias(self) -> torch.Tensor:
         """`[num_heads]`: the inverse softplus of the initial time steps."""
         low, high = math.log(self.dt_min), math.log(self.dt_max)
@@ -167,30 +164,15 @@ class Mamba2(UndecayedParameters):
         """`[num_heads]`, fp32."""
         return torch.empty(self.num_heads, dtype=torch.float32).uniform_(*self.A_init_range).log()
 
-    def forward(
+    def mix(
         self,
+        mode: str,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None, Any]:
-        """Mix tokens. Arguments, results and errors are those of the other layers, see `LinearAttentionLayer.forward`.
-
-        FLA's layer does not know of packed sequences, decodes one token at a time only, and decays its states at
-        padding on the right.
-        """
-        batch_size, q_len = hidden_states.shape[:2]
-        if attention_mask is not None:
-            check_attention_mask(attention_mask, batch_size, q_len)
-            if not has_padding(attention_mask, q_len):
-                attention_mask = None
-        last_state = get_layer_cache(self, past_key_values) or {"recurrent_state": None, "conv_state": None}
-        hidden_states, indices, cu_seqlens = unpad_hidden_states(
-            hidden_states, kwargs.get("cu_seqlens"), attention_mask, q_len
-        )
-
+        last_state: dict[str, Any] | None,
+        use_cache: bool,
+        cu_seqlens: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         gate, xBC, dt = self.in_proj(hidden_states).split(
             [self.intermediate_size, self.conv_dim, self.num_heads], dim=-1
         )
@@ -198,28 +180,24 @@ class Mamba2(UndecayedParameters):
             xBC,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
-            initial_state=last_state["conv_state"],
-            output_final_state=bool(use_cache),
+            initial_state=None if last_state is None else last_state["conv_state"],
+            output_final_state=use_cache,
             activation=self.activation if self.activation in CONVOLVED else None,
             cu_seqlens=cu_seqlens,
         )
         if self.activation not in CONVOLVED:
             xBC = self.act(xBC)
         y, recurrent_state = self._scan(
-            chunk_simple_gla if torch.is_grad_enabled() or q_len > SHORT else fused_recurrent_simple_gla,
+            chunk_simple_gla if mode == "chunk" else fused_recurrent_simple_gla,
             xBC,
             dt,
-            initial_state=last_state["recurrent_state"],
-            output_final_state=bool(use_cache),
+            initial_state=None if last_state is None else last_state["recurrent_state"],
+            output_final_state=use_cache,
             cu_seqlens=cu_seqlens,
         )
-        if use_cache:
-            update_layer_cache(
-                self, past_key_values, recurrent_state=recurrent_state, conv_state=conv_state, offset=q_len
-            )
         y = y * self.act(gate) if self.norm is None else self.norm(y, gate)
         o = self.out_proj(y.to(hidden_states.dtype))
-        return repad_hidden_states(o, indices, batch_size, q_len), None, past_key_values
+        return o, {"recurrent_state": recurrent_state, "conv_state": conv_state}
 
     def _scan(
         self, op: Callable[..., Any], xBC: torch.Tensor, dt: torch.Tensor, **options: Any

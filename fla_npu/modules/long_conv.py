@@ -4,6 +4,7 @@ They mix whole rows: packed sequences must be unpacked first.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -69,14 +70,14 @@ def _check_filter(name: str, k: torch.Tensor, u: torch.Tensor) -> None:
         )
 
 
-class _LongConvolution(nn.Module):
-    """Subclasses define `taps`."""
+class _LongConvolution(nn.Module, ABC):
+    """A causal convolution over whole rows with the filters of `taps`."""
 
     hidden_size: int
 
+    @abstractmethod
     def taps(self, length: int) -> torch.Tensor:
         """The filters for that many tokens, `[D, L']` or `[1, D, L']`."""
-        raise NotImplementedError
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Convolve x `[B, T, D]` and add it; x's shape and dtype. Other arguments are ignored, as in FLA.
@@ -120,7 +121,7 @@ class PositionalEmbedding(nn.Module):
     def __init__(self, emb_dim: int, seq_len: int, **kwargs: Any) -> None:
         super().__init__()
         if emb_dim % 2 == 0 or emb_dim < 3:
-            raise ShapeError(f"d_emb must be odd and at least 3 (time, sine and cosine), got {emb_dim}")
+            raise ShapeError(f"d_emb (emb_dim) must be odd and at least 3 (time, sine and cosine), got {emb_dim}")
         self.seq_len = seq_len
         bands = (emb_dim - 1) // 2
         angle = 2 * math.pi * torch.linspace(0, seq_len - 1, seq_len)[:, None] / seq_len

@@ -76,7 +76,7 @@ def check_chunk_gdn(
         )
     _check_head_groups(q, v)
     if kwargs:
-        _refuse_head_first(kwargs)
+        _refuse_head_first("chunk_gdn", kwargs)
         _warn_unknown("chunk_gated_delta_rule", kwargs)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}")
@@ -497,7 +497,7 @@ def check_chunk_delta_rule(
     """Check a call of `chunk_delta_rule`."""
     check_ranks(q, k, v)
     if kwargs:
-        _refuse_head_first(kwargs)
+        _refuse_head_first("chunk_delta_rule", kwargs)
         _warn_unknown("chunk_delta_rule", kwargs)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64, got {chunk_size}")
@@ -585,7 +585,7 @@ def check_chunk_simple_gla(
     state_v_first = _state_layout(state_v_first, kwargs)
     check_ranks(q, k, v)
     if kwargs:
-        _refuse_head_first(kwargs)
+        _refuse_head_first("chunk_simple_gla", kwargs)
         _warn_unknown("chunk_simple_gla", kwargs)
     if chunk_size is None:
         chunk_size = 64
@@ -845,8 +845,8 @@ HEAD_FIRST_REFUSED = frozenset({"chunk_gdn", "chunk_delta_rule", "chunk_simple_g
 """Ops whose checks raise for `head_first`, whatever its value."""
 
 
-def _refuse_head_first(kwargs: dict[str, Any]) -> None:
-    if "head_first" in kwargs:
+def _refuse_head_first(op: str, kwargs: dict[str, Any]) -> None:
+    if op in HEAD_FIRST_REFUSED and "head_first" in kwargs:
         raise DeprecationWarning("head_first has been removed: pass inputs as `[B, T, H, ...]`")
 
 

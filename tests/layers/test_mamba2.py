@@ -237,10 +237,10 @@ def test_no_tokens():
             {"num_heads": 5},
             "num_heads \\* head_dim must be expand \\* hidden_size = 48, got num_heads=5 and head_dim=8",
         ),
-        ({"head_dim": 9}, "got num_heads=None and head_dim=9"),
+        ({"head_dim": 9}, "got num_heads=5 and head_dim=9"),
         ({"n_groups": 4}, "num_heads=6 must be divisible by n_groups=4"),
         ({"hidden_act": "softmax"}, "hidden_act must be one of .*'silu'.*got 'softmax'"),
-        ({"backend": "cpu"}, "Unsupported backend: 'cpu'"),
+        ({"backend": "cpu"}, "backend must be 'cuda' or 'triton', got 'cpu'"),
     ],
 )
 def test_refused_options(options, message):

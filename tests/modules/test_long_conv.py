@@ -119,7 +119,7 @@ def test_refuses():
         fft_conv(torch.zeros(2, 3, 4), torch.zeros(3, 4), None, k_rev=torch.zeros(2, 4))
     with pytest.raises(ShapeError, match=r"dropout_mask must be \[B, D\]"):
         fft_conv(torch.zeros(2, 3, 4), torch.zeros(3, 4), torch.ones(3))
-    with pytest.raises(ShapeError, match="d_emb must be odd and at least 3"):
+    with pytest.raises(ShapeError, match=r"d_emb \(emb_dim\) must be odd and at least 3"):
         ImplicitLongConvolution(4, 8, d_emb=4)
     with pytest.raises(ShapeError, match=r"x must be \[B, T, D\] with D=4"):
         LongConvolution(4, 8)(torch.zeros(1, 3, 5))

@@ -88,7 +88,7 @@ class Mamba2PreTrainedModel(FLAPreTrainedModel):
 
 
 class Mamba2Model(Mamba2PreTrainedModel, FLAModel):
-    """See `FLAModel`; the final norm is `norm_f`."""
+    """See `FLAModel`. In checkpoints the final norm is `norm_f`; padding tokens have an embedding like others."""
 
     block = Mamba2Block
 

@@ -1,4 +1,4 @@
-"""Utilities of `fla.ops.utils`, under the same names."""
+"""Utilities of `fla.ops.utils`, under the same names, and what several packages here need for FLA's sake."""
 
 from fla_npu.ops.utils.cumsum import (
     chunk_global_cumsum,

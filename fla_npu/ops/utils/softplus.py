@@ -1,11 +1,11 @@
 """Softplus under FLA's names, where it is a function of Triton's for use within kernels; here it takes tensors."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from fla_npu.ops.common.gate import SOFTPLUS_THRESHOLD
-
-_LN2 = 0.6931471805599453
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
@@ -15,4 +15,4 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 
 def softplus2(x: torch.Tensor) -> torch.Tensor:
     """`log2(1 + 2^x)`, the softplus of logits and results in binary logarithms. Shape and dtype of x."""
-    return F.softplus(x, beta=_LN2, threshold=SOFTPLUS_THRESHOLD)
+    return F.softplus(x, beta=math.log(2), threshold=SOFTPLUS_THRESHOLD)
