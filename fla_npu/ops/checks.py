@@ -589,7 +589,7 @@ def check_chunk_simple_gla(
         _warn_unknown("chunk_simple_gla", kwargs)
     if chunk_size is None:
         chunk_size = 64
-    elif not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size.bit_count() != 1:
+    elif type(chunk_size) is not int or chunk_size < 1 or chunk_size.bit_count() != 1:
         raise ValueError(f"`chunk_size` must be a power of 2, got {chunk_size}")
     _check_packing(q, initial_state, cu_seqlens)
     return _problem(

@@ -37,6 +37,17 @@ WITHOUT_KERNELS = (
 )
 """Those that run on the portable path everywhere."""
 
+NAMES = {
+    "chunk_gated_delta_rule": "chunk_gdn",
+    "fused_recurrent_gated_delta_rule": "fused_recurrent_gdn",
+    "recurrent_gated_delta_rule": "fused_recurrent_gdn",
+    "chunk_gated_delta_product": "chunk_delta_product",
+    **dict.fromkeys(("fused_chunk_simple_gla", "parallel_simple_gla", "chunk_retention"), "chunk_simple_gla"),
+    **dict.fromkeys(("fused_chunk_retention", "parallel_retention"), "chunk_simple_gla"),
+    "fused_recurrent_retention": "fused_recurrent_simple_gla",
+}
+"""The ops behind public functions of another name."""
+
 
 class Choice(NamedTuple):
     """What runs an op on a device."""
@@ -136,11 +147,12 @@ def explain(op: str, device: str | torch.device = "cpu", *, chip: str | None = N
     """What would run an op on a device here and now, and why.
 
     Args:
-        op: one of `OPS` or `WITHOUT_KERNELS`.
+        op: one of `OPS` or `WITHOUT_KERNELS`, or the name of a public function.
         device: a device or its type; it need not exist on this machine.
         chip: of an NPU: a name such as `910B3`, instead of what the device reports. An NPU that does not exist is one
             that kernels are meant for by default.
     """
+    op = NAMES.get(op, op)
     known = OPS + WITHOUT_KERNELS
     if op not in known:
         raise ValueError(f"op must be one of {', '.join(known)}, got {op!r}")

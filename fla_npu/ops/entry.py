@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fla_npu.ops import dispatch, library
-from fla_npu.ops.checks import INTS
+from fla_npu.ops.checks import INTS, sequence_bounds
 from fla_npu.ops.run import run
 
 
@@ -19,13 +19,17 @@ def call_backwards(op: str, **arguments: Any) -> dispatch.Result:
 
     Packed sequences then are in reverse order, too, and their states with them.
     """
-    packed = arguments.get("cu_seqlens") is not None
+    q, bounds = arguments["q"], arguments.get("cu_seqlens")
+    packed = bounds is not None
+    length = q.shape[1] if isinstance(q, torch.Tensor) and q.ndim > 1 else None
+    if isinstance(bounds, torch.Tensor) and bounds.device.type == "cpu" and not torch.compiler.is_compiling():
+        sequence_bounds(bounds, length)  # as they were passed, lest a message tells of others
 
     def turned(name: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.ndim == 0:
             return x  # no tensor of tokens or states; the checks see to what it ought to be
         if name == "cu_seqlens":
-            return x[-1] - x.flip(0) if len(x) and x.dtype in INTS else x
+            return length - x.flip(0) if length is not None and x.dtype in INTS else x
         if name == "initial_state":
             return x.flip(0) if packed else x
         return x.flip(1) if x.ndim > 1 else x

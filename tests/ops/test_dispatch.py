@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fla_npu import ops
 from fla_npu.errors import ImplementationError
 from fla_npu.ops import dispatch
 from fla_npu.ops.dispatch import OPS as OP_NAMES
@@ -97,6 +98,13 @@ def test_environment(ran: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FLA_NPU_IMPL", "auto")
     run("chunk_gdn", make_call("chunk_gdn"))
     assert ran == ["reference", "eager", "eager"]
+
+
+def test_public_names_are_those_of_ops():
+    assert explain("chunk_gated_delta_rule", "npu", chip="910B3") == explain("chunk_gdn", "npu", chip="910B3")
+    given_up = {"fused_chunk_gla", "fused_chunk_delta_rule"}
+    for name in {*ops.__all__, "chunk_gated_delta_product"} - given_up:
+        assert explain(name).implementation == "eager", name
 
 
 def test_unknown_names(monkeypatch: pytest.MonkeyPatch):

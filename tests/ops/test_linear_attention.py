@@ -594,6 +594,18 @@ def test_parallel_simple_gla(decay: str):
         ops.parallel_simple_gla(**packed, cu_seqlens=bounds, output_attentions=True)
 
 
+def test_scores_are_as_exact_as_outputs():
+    call = make_call("chunk_simple_gla", T=50, state=False)
+    del call["output_final_state"]
+    _, want = ops.parallel_simple_gla(**call, output_attentions=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, scores = ops.parallel_simple_gla(**call, output_attentions=True)
+    assert torch.equal(scores, want)
+    double = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    o, scores = ops.parallel_simple_gla(**double, output_attentions=True)
+    assert_accurate("scores", (scores @ double["v"].transpose(1, 2)).transpose(1, 2), o, 1e-28)
+
+
 def test_parallel_retention():
     call, simple = retention_call(state=False)
     del call["output_final_state"]
@@ -611,7 +623,14 @@ ANY_BAD = [
     ({"v": torch.zeros(1, 70, 4, 12).half()}, ShapeError, r"q, k and v must have one dtype"),
     ({"q": None}, TypeError, r"q must be a torch.Tensor, got NoneType None"),
     ({"cu_seqlens": torch.tensor([0, 30, 70])}, ValueError, r"number of initial states .* 2 rather than 1"),
-    ({"cu_seqlens": torch.tensor([0, 60])}, ValueError, r"cu_seqlens must start at 0 and end at T=70, got 0 and 60"),
+    *[
+        (
+            {"cu_seqlens": torch.tensor([a, b])},
+            ValueError,
+            f"cu_seqlens must start at 0 and end at T=70, got {a} and {b}",
+        )
+        for a, b in ((0, 60), (1, 70), (2, 72))
+    ],
     ({"initial_state": torch.zeros(1, 4, 12, 16)}, ShapeError, r"initial_state must have shape"),
     ({"scale": "1"}, TypeError, r"scale must be a number or None"),
 ]
@@ -629,7 +648,10 @@ REFUSALS = [
     ("chunk_delta_rule", {"head_first": False}, DeprecationWarning, r"head_first has been removed"),
     ("fused_recurrent_delta_rule", {"scale": 0.0}, AssertionError, r"scale must be positive, got 0.0"),
     *[(op, *bad) for op in SIMPLE for bad in SIMPLE_BAD],
-    *[("chunk_simple_gla", {"chunk_size": n}, ValueError, r"`chunk_size` must be a power of 2") for n in (0, 48, 2.0)],
+    *[
+        ("chunk_simple_gla", {"chunk_size": n}, ValueError, r"`chunk_size` must be a power of 2")
+        for n in (0, 48, 2.0, True)
+    ],
     ("chunk_simple_gla", {"head_first": False}, DeprecationWarning, r"head_first has been removed"),
     ("chunk_gla", {"g": None}, TypeError, r"g must be a torch.Tensor, got NoneType None"),
     ("chunk_gla", {"g": torch.zeros(1, 70, 4)}, ShapeError, r"g must have shape \[B, T, HV, K\]=\[1, 70, 4, 16\]"),

@@ -1,7 +1,7 @@
 """Mamba-2 models.
 
-transformers has a model type `mamba2` of its own, with which AutoConfig stays: use the classes here by their names. Auto
-models of configurations of this package are models of this package.
+transformers has a model type `mamba2` of its own, with which AutoConfig stays: use the classes here by their names.
+Auto models of configurations of this package are models of this package.
 """
 
 from fla_npu.models.auto import register

@@ -89,13 +89,19 @@ def delta_chunk_form(
 
 
 def pair_scores(
-    q: torch.Tensor, k: torch.Tensor, value_heads: int, *, g: torch.Tensor | None = None, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    value_heads: int,
+    *,
+    g: torch.Tensor | None = None,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """P of whole sequences as one chunk, `[B,HV,T,T]` float32. The arguments are those of `delta_chunk_form`."""
+    """P of whole sequences as one chunk, `[B,HV,T,T]` in `dtype`. The arguments are those of `delta_chunk_form`."""
     batch, length, heads, key_dim = q.shape
-    q, k = (x.float().repeat_interleave(value_heads // heads, dim=2).transpose(1, 2) for x in (q, k))
+    q, k = (x.to(dtype).repeat_interleave(value_heads // heads, dim=2).transpose(1, 2) for x in (q, k))
     g = q.new_zeros(batch, length, value_heads) if g is None else g
-    g = (g if g.ndim == 4 else g[..., None]).float().transpose(1, 2)
+    g = (g if g.ndim == 4 else g[..., None]).to(dtype).transpose(1, 2)
     return _scores(q * (key_dim**-0.5 if scale is None else scale), k, _pair_decay(g))
 
 

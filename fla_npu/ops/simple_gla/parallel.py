@@ -3,8 +3,10 @@
 import torch
 
 from fla_npu.errors import ShapeError
+from fla_npu.ops.autograd import without_autocast
+from fla_npu.ops.common.chunk_form import pair_scores
+from fla_npu.ops.common.prepare import working_dtype
 from fla_npu.ops.simple_gla.chunk import chunk_simple_gla
-from fla_npu.ops.simple_gla.naive import naive_parallel_simple_gla
 
 
 def parallel_simple_gla(
@@ -33,4 +35,6 @@ def parallel_simple_gla(
     o, _ = chunk_simple_gla(q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu)
     if not output_attentions:
         return o, None
-    return o, naive_parallel_simple_gla(q, k, v, g, scale)[1].to(q.dtype)
+    with without_autocast(q.device.type):
+        scores = pair_scores(q, k, v.shape[2], g=g, scale=scale, dtype=working_dtype(q))
+    return o, scores.to(q.dtype)
