@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.layers import (
     DeltaNet,
     GatedDeltaNet,
@@ -42,7 +43,6 @@ from fla_npu.layers import (
 )
 from fla_npu.layers.attn import Attention
 from fla_npu.modules import GatedMLP, ShortConvolution
-from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.modules.layernorm_gated import RMSNormGated
 
 

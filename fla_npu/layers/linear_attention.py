@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
 from fla_npu.layers.utils import (
     check_attention_mask,
@@ -22,7 +23,6 @@ from fla_npu.layers.utils import (
 )
 from fla_npu.modules import FusedRMSNormGated, RMSNorm, ShortConvolution
 from fla_npu.modules.activations import ACT2FN
-from fla_npu.modules.blockwise import compute_dtype
 
 SHORT = 64
 """Up to this many tokens the recurrent op may be used, see `TokenMixer._mode`: one chunk of the chunk op."""

@@ -8,10 +8,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
 from fla_npu.layers.linear_attention import ACTIVATIONS, TokenMixer
 from fla_npu.layers.undecayed import UndecayedParameters
-from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.modules.causal_conv1d import causal_conv1d
 from fla_npu.modules.layernorm_gated import RMSNormGated
 from fla_npu.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla

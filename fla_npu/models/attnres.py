@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fla_npu.modules.blockwise import compute_dtype
+from fla_npu.dtypes import compute_dtype
 from fla_npu.modules.norm.rms import rms
 
 

@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.utils.second_derivatives import gradients_with_history
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements of the first row tensor in a block: 1 MiB in fp32, about half of a core's L2 cache. Between a quarter and
 twice this size the convolution's time changes by less than a fifth; much smaller blocks pay for the Python loop."""
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which the arithmetic on `x` is done: fp32, or fp64 for fp64 inputs."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def blockwise(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.modules.norm import RMSNorm
 from fla_npu.modules.norm.layernorm import Normalised, then_linear
 from fla_npu.modules.norm.rms import residual_stream, rms

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import BLOCK_ELEMENTS, compute_dtype
+from fla_npu.modules.blockwise import BLOCK_ELEMENTS
 from fla_npu.ops.utils.second_derivatives import gradients_with_history
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26

@@ -4,8 +4,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.modules.fused_linear_cross_entropy import ProjectedLoss, autocast_inputs
 
 NUM_CHUNKS = 8

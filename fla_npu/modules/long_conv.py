@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import compute_dtype
 
 
 def fft_conv(

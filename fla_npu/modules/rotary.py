@@ -3,8 +3,8 @@
 import torch
 import torch.nn as nn
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import compute_dtype
 from fla_npu.ops.utils.index import prepare_token_indices
 
 Rotated = tuple[torch.Tensor, torch.Tensor]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.autograd import NO_BACKWARD
 from fla_npu.ops.checks import HEAD_FIRST_REFUSED
 from fla_npu.ops.run import differentiable, gradients, run
@@ -122,7 +123,7 @@ def delta_rule(
 def _(op: str, others: str, *args: Any) -> tuple[Tensor, Tensor]:
     q, v, cu_seqlens = args[0], args[2], args[TENSORS.index("cu_seqlens")]
     named = dict(zip(SCALARS, args[len(TENSORS) :], strict=True))
-    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    state_dtype = compute_dtype(q)
     o = v.new_empty(*q.shape[:2], *v.shape[2:])
     if not named["output_final_state"]:
         return o, q.new_empty(0, dtype=torch.float32)

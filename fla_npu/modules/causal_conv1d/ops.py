@@ -11,8 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fla_npu import settings
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.modules.blockwise import blockwise
 from fla_npu.modules.kernels import launch
 from fla_npu.ops.checks import sequence_bounds
 from fla_npu.ops.utils.second_derivatives import gradients_with_history

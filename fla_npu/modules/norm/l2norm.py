@@ -3,7 +3,8 @@
 import torch
 import torch.nn as nn
 
-from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.dtypes import compute_dtype
+from fla_npu.modules.blockwise import blockwise
 from fla_npu.modules.kernels import launch
 
 

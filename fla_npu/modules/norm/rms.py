@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
-from fla_npu.modules.blockwise import blockwise, compute_dtype
+from fla_npu.modules.blockwise import blockwise
 from fla_npu.modules.kernels import launch
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}

@@ -9,7 +9,8 @@ from itertools import accumulate
 
 import torch
 
-from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs, working_dtype
+from fla_npu.dtypes import compute_dtype
+from fla_npu.ops.common.prepare import Chunk, Loader, Run, runs
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.common.stages import LevelDecay, ReferencedDecay, ScalarDecay, referenced_size
 from fla_npu.ops.common.step import one_token
@@ -123,7 +124,7 @@ def written(loader: Loader, chunk: Chunk, decay: Decay, A: torch.Tensor | None) 
 def initial_states(problem: Problem, run: Run) -> torch.Tensor:
     """The initial states `[count,HV,K,V]` of a run in working precision; possibly the caller's own memory."""
     tensors, options, _ = problem
-    dtype = working_dtype(tensors.q)
+    dtype = compute_dtype(tensors.q)
     if tensors.initial_state is None:
         return torch.zeros(run.count, *_state_shape(problem), dtype=dtype, device=tensors.v.device)
     S = run.states_of(tensors.initial_state).to(dtype)
@@ -143,7 +144,7 @@ class _FinalStates:
         tensors, options, _ = problem
         HV, K, V = _state_shape(problem)
         shape = (len(problem.lengths), HV, *((V, K) if options.state_v_first else (K, V)))
-        self.states = torch.empty(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
+        self.states = torch.empty(shape, dtype=compute_dtype(tensors.q), device=tensors.v.device)
         if 0 in problem.lengths:
             self.states.zero_() if tensors.initial_state is None else self.states.copy_(tensors.initial_state)
         self.k_first = self.states.transpose(-1, -2) if options.state_v_first else self.states

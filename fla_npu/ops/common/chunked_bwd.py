@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.common.chunked import (
     Decay,
     KeptStates,
@@ -25,7 +26,7 @@ from fla_npu.ops.common.chunked import (
     steps,
     written,
 )
-from fla_npu.ops.common.prepare import Chunk, Loader, runs, working_dtype
+from fla_npu.ops.common.prepare import Chunk, Loader, runs
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Problem, Tensors
 
@@ -45,7 +46,7 @@ def chunked_backward(
         The gradient of every tensor of the call, of its shape and dtype; None where the call has none.
     """
     tensors, options, _ = problem
-    dtype = working_dtype(tensors.q)
+    dtype = compute_dtype(tensors.q)
     # A parameter's gradient sums over all tokens and needs more digits than its own dtype may have.
     empty: list[Any] = [None if x is None else torch.empty_like(x) for x in tensors]
     grads = Tensors(*empty)._replace(

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.autograd import without_autocast
 from fla_npu.ops.checks import StatePool
-from fla_npu.ops.common.prepare import working_dtype
 from fla_npu.ops.common.step import one_token
 from fla_npu.ops.dispatch import select
 from fla_npu.ops.problem import Problem
@@ -59,10 +59,10 @@ def _through_pool(problem: Problem, pool: StatePool, *, write_back: bool) -> tup
     flat = tensors.map_tokens(lambda x: x.flatten(0, 1)[:, None])
     o = torch.zeros_like(tensors.v, memory_format=torch.contiguous_format)
     flat_o = o.flatten(0, 1)[:, None]
-    final = torch.zeros(len(starts), *states.shape[1:], dtype=working_dtype(tensors.q), device=device)
+    final = torch.zeros(len(starts), *states.shape[1:], dtype=compute_dtype(tensors.q), device=device)
 
     active = [n for n, slots in enumerate(store) if slots]
-    S = states[torch.tensor([load[n] for n in active], device=device, dtype=torch.long)].to(working_dtype(tensors.q))
+    S = states[torch.tensor([load[n] for n in active], device=device, dtype=torch.long)].to(compute_dtype(tensors.q))
     S = S.transpose(-1, -2) if options.state_v_first else S
     t = 0
     while active:

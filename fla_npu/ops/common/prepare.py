@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.common.gate import gate_backward, gate_forward
 from fla_npu.ops.common.stages import FORGET, Cumulative, cumulative
 from fla_npu.ops.common.workspace import Workspace
@@ -80,14 +81,9 @@ def runs(problem: Problem, rows_per_step: int = ROWS_PER_STEP) -> Iterator[Run]:
         first = last
 
 
-def working_dtype(q: torch.Tensor) -> torch.dtype:
-    """float32, and float64 for float64 inputs (numeric checks of gradients)."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def gate_parameters(tensors: Tensors, options: Options) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """`exp(A_log)` and `dt_bias` in working precision, shaped to broadcast over `[..., HV]` or `[..., HV, K]`."""
-    dtype = working_dtype(tensors.q)
+    dtype = compute_dtype(tensors.q)
     channel = options.decay == "channel"
     a, bias = tensors.A_log, tensors.dt_bias
     if a is not None:
@@ -155,7 +151,7 @@ class Loader:
         self.beta = None if tensors.beta is None else run.of(tensors.beta, self.updates)
         self.b, self.w = (None if x is None else run.of(x).transpose(1, 2) for x in (tensors.b, tensors.w))
         self.g = None if tensors.g is None else run.of(tensors.g)
-        self.dtype = working_dtype(tensors.q)
+        self.dtype = compute_dtype(tensors.q)
         self.workspace = Workspace(tensors.q, self.dtype)
         self.heads, self.key_dim = self.q.shape[1], self.q.shape[3]
         self.value_heads = self.v.shape[1]

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.common.gate import gate_forward
-from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters, working_dtype
+from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters
 from fla_npu.ops.common.recurrence import delta_recurrence, packed_delta_recurrence
 from fla_npu.ops.problem import Problem
 
@@ -17,7 +18,7 @@ from fla_npu.ops.problem import Problem
 def reference_forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     """Run a call; results as those of `chunked_forward`."""
     tensors, options, cu_seqlens = problem
-    dtype = working_dtype(tensors.q)
+    dtype = compute_dtype(tensors.q)
     q, k = tensors.q.to(dtype), tensors.k.to(dtype)
     beta = None if tensors.beta is None else tensors.beta.to(dtype)
     if options.qk_l2norm:

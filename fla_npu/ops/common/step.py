@@ -3,8 +3,9 @@ number of PyTorch calls is what counts."""
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.ops.common.gate import gate_forward
-from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters, working_dtype
+from fla_npu.ops.common.prepare import L2NORM_EPS, gate_parameters
 from fla_npu.ops.common.solve import solve_unit_lower
 from fla_npu.ops.problem import Options, Problem, Tensors
 from fla_npu.ops.utils.constant import RCP_LN2
@@ -17,13 +18,13 @@ def decode(problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None, None]:
     HV, V = tensors.v.shape[2:]
     S = tensors.initial_state
     if S is None:
-        S = torch.zeros(B, HV, K, V, dtype=working_dtype(tensors.q), device=tensors.v.device)
+        S = torch.zeros(B, HV, K, V, dtype=compute_dtype(tensors.q), device=tensors.v.device)
     elif options.state_v_first:
         S = S.transpose(-1, -2)
     final = k_first = None
     if options.output_final_state:
         shape = (B, HV, V, K) if options.state_v_first else (B, HV, K, V)
-        final = torch.empty(shape, dtype=working_dtype(tensors.q), device=tensors.v.device)
+        final = torch.empty(shape, dtype=compute_dtype(tensors.q), device=tensors.v.device)
         k_first = final.transpose(-1, -2) if options.state_v_first else final
     return one_token(tensors, options, S, k_first).to(tensors.v.dtype), final, None
 
@@ -45,7 +46,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
     """
     if options.updates > 1:
         return _several_updates(tensors, options, S, final)
-    dtype = working_dtype(tensors.q)
+    dtype = compute_dtype(tensors.q)
     v = tensors.v[:, 0]
     kq = _keys_and_query(tensors, options)  # [n, HV, 2, K]
     k, q = kq.unbind(2)
@@ -88,7 +89,7 @@ def one_token(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.
 def _several_updates(tensors: Tensors, options: Options, S: torch.Tensor, final: torch.Tensor | None) -> torch.Tensor:
     """`one_token` with several updates (and a decay per head or none): the stages of a chunk, which reads and writes
     the state once, where one update after the other would do so once each."""
-    dtype = working_dtype(tensors.q)
+    dtype = compute_dtype(tensors.q)
     kq = _keys_and_query(tensors, options)
     k, q = kq[:, :, :-1], kq[:, :, -1:]
     beta = tensors.step_size.to(dtype).transpose(1, 2)[..., None]
@@ -112,7 +113,7 @@ def _several_updates(tensors: Tensors, options: Options, S: torch.Tensor, final:
 
 def _keys_and_query(tensors: Tensors, options: Options) -> torch.Tensor:
     """The keys of one token and, last, its query, normalised if asked for: `[n, HV, updates + 1, K]`."""
-    kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(working_dtype(tensors.q))
+    kq = torch.cat((tensors.k, tensors.q), dim=1).transpose(1, 2).to(compute_dtype(tensors.q))
     if options.qk_l2norm:
         kq = kq * torch.linalg.vecdot(kq, kq).add_(L2NORM_EPS).rsqrt_()[..., None]
     H, HV = kq.shape[1], tensors.v.shape[2]

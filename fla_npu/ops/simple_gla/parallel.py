@@ -2,10 +2,10 @@
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
 from fla_npu.ops.autograd import without_autocast
 from fla_npu.ops.common.chunk_form import pair_scores
-from fla_npu.ops.common.prepare import working_dtype
 from fla_npu.ops.simple_gla.chunk import chunk_simple_gla
 
 
@@ -36,5 +36,5 @@ def parallel_simple_gla(
     if not output_attentions:
         return o, None
     with without_autocast(q.device.type):
-        scores = pair_scores(q, k, v.shape[2], g=g, scale=scale, dtype=working_dtype(q))
+        scores = pair_scores(q, k, v.shape[2], g=g, scale=scale, dtype=compute_dtype(q))
     return o, scores.to(q.dtype)

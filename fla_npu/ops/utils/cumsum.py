@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
 from fla_npu.ops.checks import sequence_bounds
 
@@ -79,7 +80,7 @@ def _per_sequence(
         raise DeprecationWarning("head_first has been removed: pass inputs as `[B, T, H, ...]`")
     if x.ndim not in (3, 4):
         raise ValueError(f"Unsupported input shape {list(x.shape)}, which should be [B, T, H] or [B, T, H, D]")
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(compute_dtype(x))
     if x.shape[1] == 0:
         y = wide
     elif cu_seqlens is None:

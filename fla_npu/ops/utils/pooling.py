@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
 from fla_npu.ops.checks import sequence_bounds
 
@@ -38,7 +39,7 @@ def mean_pooling(
 
 def _chunk_means(x: torch.Tensor, chunk_size: int) -> torch.Tensor:
     whole = x.shape[1] // chunk_size * chunk_size
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = x.to(compute_dtype(x))
     means = wide[:, :whole].unflatten(1, (-1, chunk_size)).mean(2) if whole else wide[:, :0]
     if whole < x.shape[1]:
         means = torch.cat([means, wide[:, whole:].mean(1, keepdim=True)], dim=1)

@@ -2,6 +2,8 @@
 
 import torch
 
+from fla_npu.dtypes import compute_dtype
+
 
 def softmax_fwd(x: torch.Tensor, dtype: torch.dtype | None = torch.float) -> torch.Tensor:
     """Softmax of x `[..., D]` over its last axis, in `dtype` (x's when None); arithmetic is done in fp32 or fp64."""
@@ -15,4 +17,4 @@ def softmax_bwd(p: torch.Tensor, dp: torch.Tensor, dtype: torch.dtype | None = t
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(compute_dtype(x))

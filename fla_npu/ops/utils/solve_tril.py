@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from fla_npu.dtypes import compute_dtype
 from fla_npu.errors import ShapeError
 from fla_npu.ops.checks import sequence_bounds
 from fla_npu.ops.common.solve import solve_unit_lower
@@ -43,7 +44,7 @@ def solve_tril(
 def _inverses(A: torch.Tensor) -> torch.Tensor:
     """The inverses of one sequence `[B,T,H,C]`; missing rows of a short chunk become rows of the unit matrix."""
     length, size = A.shape[1], A.shape[3]
-    wide = A if A.dtype == torch.float64 else A.float()
+    wide = A.to(compute_dtype(A))
     padded = F.pad(wide, (0, 0, 0, 0, 0, -length % size))
     chunks = padded.reshape(A.shape[0], -1, size, A.shape[2], size).transpose(2, 3)  # [B, NT, H, C, C]
     unit = torch.eye(size, dtype=wide.dtype, device=A.device).expand(chunks.shape)
