@@ -28,6 +28,16 @@ FLOAT32_NMSE = 1e-11
 roundings. A result is behind about sqrt(64 + 128) of them in the sums of a chunk, each amplified by the solve; the
 exponents of `ReferencedDecay`, up to 120 in size, add a relative error of 1.4e-6, the square of which is 2e-12."""
 
+GRADIENT_NMSE = 10 * FLOAT32_NMSE
+"""A gradient passes through the chunk twice, forward to the states and back, with a solve each time: ten times what is
+allowed for o."""
+
+DECAY_GRADIENT_NMSE = 1000 * GRADIENT_NMSE
+"""The gradient of a decay is a difference of sums over the pairs of tokens that it lies between, read and written, and
+those of gate parameters add up such differences of all tokens. Where a sum of n terms of random signs is left of them
+it is sqrt(n) times smaller than its terms and their errors, so that the NMSE is n times larger; n is up to 32 * 32
+pairs or T = 300 tokens here."""
+
 
 def storage_nmse(reference: torch.Tensor, dtype: torch.dtype) -> float:
     """Largest NMSE that rounding to `dtype` can cause: half a unit in the last place of each element, or half the

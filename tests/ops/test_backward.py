@@ -11,16 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_npu.ops.common.stages import FORGET
 from fla_npu.testing import nmse
-from tests.ops.calls import CHUNKED, RECURRENT, Arguments, assert_accurate, expected, make_call, run
+from tests.ops.calls import (
+    CHUNKED,
+    DECAY_GRADIENT_NMSE,
+    GRADIENT_NMSE,
+    RECURRENT,
+    Arguments,
+    assert_accurate,
+    expected,
+    make_call,
+    run,
+)
 
-# In float32. A gradient passes through the chunk twice, forward to the states and back, with a solve each time: ten
-# times what is allowed for o.
-BOUND = 1e-10
-# The gradient of a decay is a difference of sums over the pairs of tokens that it lies between, read and written, and
-# those of gate parameters add up such differences of all tokens. Where a sum of n terms of random signs is left of
-# them it is sqrt(n) times smaller than its terms and their errors, so that the NMSE is n times larger; n is up to
-# 32 * 32 pairs or T = 300 tokens here.
-DECAY_BOUND = 1e-7
 DECAYS = ("g", "A_log", "dt_bias")
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
@@ -69,7 +71,7 @@ def check_gradients(op: str, call: Arguments, ordinary: Arguments | None = None)
     terms = {} if ordinary is None else expected_gradients(op, ordinary)
     for name, x in got.items():
         assert x.dtype == call[name].dtype, name
-        bound = DECAY_BOUND if name in DECAYS else BOUND
+        bound = DECAY_GRADIENT_NMSE if name in DECAYS else GRADIENT_NMSE
         assert_accurate(f"d{name}", x, want[name], bound, terms=terms.get(name))
 
 
@@ -171,9 +173,9 @@ def test_strong_decays(op: str, total: float):
         # do not, so its error counts in proportion to what it is where decays are weak.
         assert (got["g"] - want["g"]).square().mean() < 1e-12 * weak.square().mean()
         for name in ("q", "k", "v", "beta", "initial_state"):
-            assert_accurate(f"d{name}", got[name], want[name], BOUND)
+            assert_accurate(f"d{name}", got[name], want[name], GRADIENT_NMSE)
         if op == "chunk_kda":
-            assert_accurate("dg", got["g"], want["g"], DECAY_BOUND)
+            assert_accurate("dg", got["g"], want["g"], DECAY_GRADIENT_NMSE)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -183,7 +185,7 @@ def test_infinite_decays(op: str):
     got = gradients(op, call)
     want = expected_gradients(op, {**call, "g": call["g"].clamp_min(FORGET)})
     for name, x in got.items():
-        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x, want[name], DECAY_GRADIENT_NMSE if name in DECAYS else GRADIENT_NMSE)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -242,7 +244,7 @@ def test_only_one_result_is_used(op: str, used: str):
     for name, x in leaves.items():
         want = double[name].grad
         want = torch.zeros_like(double[name]) if want is None else want
-        assert_accurate(f"d{name}", x.grad, want, DECAY_BOUND if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x.grad, want, DECAY_GRADIENT_NMSE if name in DECAYS else GRADIENT_NMSE)
 
 
 @pytest.mark.parametrize("op", CHUNKED)
@@ -448,4 +450,4 @@ def test_gradient_through_pieces_is_that_of_the_whole(op: str):
     results = torch.cat((o1, o2), 1), state
     torch.autograd.backward(results, weights(results))
     for name, x in leaves.items():
-        assert_accurate(f"d{name}", x.grad, want[name], DECAY_BOUND if name in DECAYS else BOUND)
+        assert_accurate(f"d{name}", x.grad, want[name], DECAY_GRADIENT_NMSE if name in DECAYS else GRADIENT_NMSE)

@@ -23,7 +23,7 @@ from fla_npu.ops.retention.naive import naive_retention
 from fla_npu.ops.simple_gla import naive as simple_naive
 from fla_npu.testing import CASES, make_inputs, nmse
 from tests.ops import test_variants
-from tests.ops.calls import Arguments, assert_accurate
+from tests.ops.calls import DECAY_GRADIENT_NMSE, GRADIENT_NMSE, Arguments, assert_accurate
 
 DELTA = ("chunk_delta_rule", "fused_recurrent_delta_rule")
 SIMPLE = ("chunk_simple_gla", "fused_recurrent_simple_gla")
@@ -33,7 +33,6 @@ REVERSIBLE = ("fused_recurrent_simple_gla", "fused_recurrent_gla")
 BY_CHANNEL = ("fused_recurrent_delta_rule", "fused_recurrent_gla")
 INPUTS = ("q", "k", "v", "g", "g_gamma", "gk", "gv", "beta", "initial_state")
 PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta")
-BOUND, DECAY_BOUND = 1e-10, 1e-7  # derived in test_backward.py
 
 
 def make_call(
@@ -172,7 +171,7 @@ def check_gradients(op: str, call: Arguments) -> None:
     got, want = gradients(op, call), expected_gradients(op, call)
     for name, x in got.items():
         assert x.dtype == call[name].dtype, name
-        assert_accurate(f"d{name}", x, want[name], DECAY_BOUND if name.startswith("g") else BOUND)
+        assert_accurate(f"d{name}", x, want[name], DECAY_GRADIENT_NMSE if name.startswith("g") else GRADIENT_NMSE)
 
 
 # --- forward ------------------------------------------------------------------------------------------------------
@@ -547,7 +546,7 @@ def test_retention_in_reverse_with_gradients():
     torch.autograd.backward(results, starts)
     grads = expected_gradients("fused_recurrent_simple_gla", simple)
     for name, x in leaves.items():
-        assert_accurate(f"d{name}", x.grad, grads[name], BOUND)
+        assert_accurate(f"d{name}", x.grad, grads[name], GRADIENT_NMSE)
 
 
 def test_decay_of_retention():

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fla_npu.testing import nmse
 from fla_npu.utils import tensor_cache
-from tests.ops.calls import CHUNKED, OPS, check, expected, make_call, run
-from tests.ops.test_backward import DECAY_BOUND, expected_gradients, gradients
+from tests.ops.calls import CHUNKED, DECAY_GRADIENT_NMSE, OPS, check, expected, make_call, run
+from tests.ops.test_backward import expected_gradients, gradients
 from tests.ops.test_invariants import TOKENS, LiveMemory, bytes_of, repeated
 
 
@@ -92,7 +92,7 @@ def test_backward_keeps_one_state_per_chunk_for_pieces_too(strength: float):
 def test_gradient_of_a_strong_decay(op: str, total: float):
     call = make_call(op, T=150, K=32, V=32)
     call["g"] = torch.full_like(call["g"], total / 64)
-    assert nmse(gradients(op, call)["g"], expected_gradients(op, call)["g"]) < DECAY_BOUND
+    assert nmse(gradients(op, call)["g"], expected_gradients(op, call)["g"]) < DECAY_GRADIENT_NMSE
 
 
 @pytest.mark.parametrize("op", OPS)

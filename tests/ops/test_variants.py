@@ -21,7 +21,7 @@ from fla_npu.ops.gated_delta_product import chunk_gated_delta_product
 from fla_npu.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
 from fla_npu.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2, naive_chunk_gdn2, naive_recurrent_gdn2
 from fla_npu.testing import CASES, make_inputs, nmse
-from tests.ops.calls import FLOAT32_NMSE, Arguments, assert_accurate
+from tests.ops.calls import DECAY_GRADIENT_NMSE, FLOAT32_NMSE, GRADIENT_NMSE, Arguments, assert_accurate
 
 OPS = {
     "chunk_gdn2": chunk_gdn2,
@@ -33,7 +33,6 @@ GDN2 = ("chunk_gdn2", "fused_recurrent_gdn2")
 INPUTS = ("q", "k", "v", "g", "beta", "b", "w", "A_log", "dt_bias", "initial_state")
 PER_TOKEN = ("q", "g")
 PER_UPDATE = ("k", "v", "beta", "b", "w")
-BOUND, DECAY_BOUND = 1e-10, 1e-7  # derived in test_backward.py
 
 
 def make_call(
@@ -178,7 +177,7 @@ def check_gradients(op: str, call: Arguments, ordinary: Arguments | None = None)
     terms = {} if ordinary is None else expected_gradients(op, ordinary)
     for name, x in got.items():
         assert x.dtype == call[name].dtype, name
-        bound = DECAY_BOUND if name in ("g", "A_log", "dt_bias") else BOUND
+        bound = DECAY_GRADIENT_NMSE if name in ("g", "A_log", "dt_bias") else GRADIENT_NMSE
         if name == "g" and not want[name].any():
             # No state to decay. Sums of k dk that cancel are left with their rounding.
             size = torch.linalg.vector_norm(call["k"].double() * got["k"].double())
