@@ -236,7 +236,8 @@ def test_import_pulls_nothing_in():
     assert python(code).split() == []
 
 
-def test_import_is_quick():
-    """Less than 0.3 s beyond torch; the best of three, since the machine may be busy."""
-    code = "import time, torch; start = time.perf_counter(); import fla_npu; print(time.perf_counter() - start)"
-    assert min(float(python(code)) for _ in range(3)) < 0.3
+def test_import_needs_little_work():
+    """Beyond torch. Compiling a kernel, reading a table or asking a device at import would be many times as much."""
+    code = "import torch; from tests.work import calls; print(calls(__import__, 'fla_npu'))"
+    # 53 thousand calls of functions, a tenth of a second.
+    assert int(python(code)) < 80_000

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
@@ -51,6 +50,7 @@ from fla_npu.planner.order import (
     state_first,
 )
 from fla_npu.testing import rms_ratio
+from tests.work import calls
 
 KIB = 1024
 P310 = chip("310P")
@@ -547,10 +547,7 @@ def test_same_order_in_every_process():
 
 
 @pytest.mark.parametrize("op", RECURRENCES)
-def test_planning_is_quick(op: str):
-    graphs = [graph_of(op, on) for on in (P310, chip("910B3"))]
-    start = time.process_time()
-    for graph, on in zip(graphs, (P310, chip("910B3")), strict=True):
-        fit(graph, on)
-    # Some 30 ms for both on one core.
-    assert time.process_time() - start < 0.5
+def test_planning_needs_little_work(op: str):
+    for on in (P310, chip("910B3")):
+        # At most 44 thousand, some 15 ms; the orders of these graphs cannot be counted out.
+        assert calls(fit, graph_of(op, on), on) < 70_000

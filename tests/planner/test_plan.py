@@ -229,17 +229,19 @@ LARGEST = {
 
 @pytest.mark.parametrize("case", LARGEST)
 @pytest.mark.parametrize(("op", "name"), [("kda", "310P"), ("gdn", "910B3")])
-def test_the_largest_calls_take_less_than_two_seconds(op, name, case):
-    """In a process of their own, where nothing is remembered; of its own time, since the machine may be busy."""
+def test_the_largest_calls_need_little_work(op, name, case):
+    """In a process of their own, where nothing is remembered.
+
+    Four million calls of functions at most, a second or two. Their heads have a million chunks and more, of dozens of
+    instructions, which nothing may visit one by one.
+    """
     code = (
-        "import time\n"
         "from fla_npu.planner.plan import plan\n"
-        "start = time.process_time()\n"
-        f"plan({op!r}, {name!r}, {LARGEST[case]})\n"
-        "print(time.process_time() - start)"
+        "from tests.work import calls\n"
+        f"print(calls(plan, {op!r}, {name!r}, {LARGEST[case]}))"
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert float(found.stdout) < 2
+    assert int(found.stdout) < 6_000_000
 
 
 # What cannot be planned
