@@ -4,9 +4,12 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 FLA_VENV := .venv-fla
 TRITON_VENV := .venv-triton
-PIP := --quiet --disable-pip-version-check
+# Most of what torch installs is never imported, and compiling it takes longer than the rest.
+PIP := --quiet --disable-pip-version-check --no-compile
 PIP_FLAGS := $(PIP) --constraint constraints.txt
 TRITON_PIP_FLAGS := $(PIP) --constraint constraints-triton.txt
+# Neighbouring tests share models, builds and what they expect; what is left of the longest is divided anew.
+PYTEST := -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-fla test-kernels test-compiler compile-all lint bench clean
 
@@ -40,18 +43,18 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python -m examples.demo --out out/demo
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python $(PYTEST)
 
 # With FLA 0.6 and the community's triton installed, on a machine without a GPU.
 test-fla: $(FLA_VENV)/installed
-	$(FLA_VENV)/bin/python -m pytest -n 2 tests/integrations/test_fla_backend.py
+	$(FLA_VENV)/bin/python $(PYTEST) tests/integrations/test_fla_backend.py
 
 # Triton's interpreter and its compiler cannot be used by one process.
 test-kernels: $(TRITON_VENV)/installed
-	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -n 2 tests/kernels
+	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python $(PYTEST) tests/kernels
 
 test-compiler: $(TRITON_VENV)/installed
-	env -u TRITON_INTERPRET $(TRITON_VENV)/bin/python -m pytest -n 2 tests/compiler
+	env -u TRITON_INTERPRET $(TRITON_VENV)/bin/python $(PYTEST) tests/compiler
 
 # Hours on two cores. Writes the committed table and docs/compiled.md.
 compile-all: $(TRITON_VENV)/installed

@@ -68,7 +68,7 @@ cores = st.sampled_from((1, 2, 3, 7, 24))
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "pack"])
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data(), config=configs(), cores=cores, known=st.booleans())
 def test_calls(op, packed, data, config, cores, known):
     call = data.draw(calls(OPS[op], packed))
@@ -77,7 +77,7 @@ def test_calls(op, packed, data, config, cores, known):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data(), packed=st.booleans(), config=configs(), cores=cores)
 def test_fast_calls(op, dtype, data, packed, config, cores):
     call = data.draw(calls(OPS[op], packed, dtypes=(DTYPES[dtype],), longest=130))

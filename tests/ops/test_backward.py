@@ -83,7 +83,7 @@ SMALL = {"B": 1, "T": 5, "H": 1, "HV": 2, "K": 3, "V": 2}
     "options",
     [
         {},
-        {"B": 2, "T": 17, "chunk_size": 32},
+        {"B": 2, "T": 17, "chunk_size": 32, "K": 2, "V": 1},
         {"T": 35, "chunk_size": 32, "HV": 1, "K": 2, "V": 1},
         {"H": 2, "HV": 2, "l2norm": True},
         {"l2norm": True, "beta": "sigmoid", "scale": 0.7},

@@ -273,20 +273,23 @@ def repeated(call: Arguments, times: int) -> Arguments:
     return longer
 
 
+def extra_bytes(op: str, call: Arguments) -> int:
+    """Peak beyond the outputs."""
+    results: list[torch.Tensor | None] = []
+    peak, _ = peak_of(lambda: results.extend(run(op, call)))
+    return peak - bytes_of(*results)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("case", ["ordinary", "strong decay"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("dtype", "packed"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_extra_memory_does_not_grow_with_length(op: str, case: str, dtype: torch.dtype, packed: bool):
     """Beyond its outputs a forward pass needs the same number of bytes at 8192 and at 16384 tokens, gates included."""
     gate = "softplus" if case == "ordinary" else "none"
     options: Arguments = {"bounds": [0, 256, 512]} if packed else {"T": 512}
     call = make_call(op, case, dtype=dtype, l2norm=True, beta="sigmoid", gate=gate, **options)
-    extra = []
-    for times in (16, 32):  # both from the second block of gates on, see CHUNKS_PER_GATE_BLOCK
-        longer = repeated(call, times)
-        outputs = bytes_of(*run(op, longer))
-        extra.append(peak_of(lambda longer=longer: run(op, longer))[0] - outputs)
+    # Both from the second block of gates on, see CHUNKS_PER_GATE_BLOCK.
+    extra = [extra_bytes(op, repeated(call, times)) for times in (16, 32)]
     assert extra[0] == extra[1]
     # The state is 4 * 16 * 12 numbers. Working memory of a chunk: some matrices of 64 x 64 and 64 x 16 per head.
     assert extra[0] < 60 * 4 * 64 * 64 * 4
@@ -295,12 +298,8 @@ def test_extra_memory_does_not_grow_with_length(op: str, case: str, dtype: torch
 @pytest.mark.parametrize("op", OPS)
 def test_extra_memory_does_not_grow_with_the_batch(op: str):
     """Sequences are taken some at a time."""
-    extra = []
-    for B in (64, 256):
-        call = make_call(op, B=B, T=128)
-        outputs = bytes_of(*run(op, call))
-        extra.append(peak_of(lambda call=call: run(op, call))[0] - outputs)
-    assert extra[0] == extra[1]
+    few, many = (extra_bytes(op, make_call(op, B=B, T=128)) for B in (64, 256))
+    assert few == many
 
 
 @pytest.mark.parametrize("op", CHUNKED)

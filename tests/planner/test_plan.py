@@ -227,8 +227,15 @@ LARGEST = {
 }
 
 
-@pytest.mark.parametrize("case", LARGEST)
-@pytest.mark.parametrize(("op", "name"), [("kda", "310P"), ("gdn", "910B3")])
+@pytest.mark.parametrize(
+    ("op", "name", "case"),
+    [
+        ("kda", "310P", "wide"),
+        ("kda", "310P", "unequal"),
+        ("gdn", "910B3", "equal"),
+        ("gdn", "910B3", "one sequence"),
+    ],
+)
 def test_the_largest_calls_need_little_work(op, name, case):
     """In a process of their own, where nothing is remembered.
 
