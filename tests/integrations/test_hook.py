@@ -64,6 +64,18 @@ def forgotten_modeling_module():
         sys.modules[MODELING] = package.modeling_qwen3_next = before
 
 
+@pytest.fixture
+def module_to_reload():
+    """A modeling module that gets back its classes, and so does its package, which keeps those that were asked for."""
+    module = modeling("qwen3_5")
+    before = [(one, dict(vars(one))) for one in (module, sys.modules["transformers.models.qwen3_5"])]
+    yield module
+    fla_npu.disable()
+    for one, attributes in before:
+        vars(one).clear()
+        vars(one).update(attributes)
+
+
 @pytest.mark.usefixtures("no_fla")
 class TestNames:
     def test_every_module_of_fla_is_the_one_of_fla_npu(self):
@@ -330,8 +342,8 @@ print(len(seen))
         assert int(run(code)[-1]) > 10000
 
     @pytest.mark.skipif(not layers._has_cache_states(), reason="whole layers need transformers 5.22")
-    def test_are_served_whole_again_after_a_reload(self):
-        module = modeling("qwen3_5")
+    def test_are_served_whole_again_after_a_reload(self, module_to_reload):
+        module = module_to_reload
         old, model = module.Qwen3_5GatedDeltaNet, build("qwen3_5")
         layer = next(m for m in model.modules() if type(m) is old)
         report = fla_npu.enable(layers=True)
