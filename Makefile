@@ -4,8 +4,10 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 FLA_VENV := .venv-fla
 TRITON_VENV := .venv-triton
-# Most of what torch installs is never imported, and compiling it takes longer than the rest.
+# Most of what torch installs is never imported, and compiling it takes longer than the rest. What is imported is
+# compiled then, once for all processes, unless something forbids it.
 PIP := --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 PIP_FLAGS := $(PIP) --constraint constraints.txt
 TRITON_PIP_FLAGS := $(PIP) --constraint constraints-triton.txt
 # Neighbouring tests share models, builds and what they expect; what is left of the longest is divided anew.
