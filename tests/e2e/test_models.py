@@ -269,10 +269,8 @@ def test_saving_and_loading(name, route, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "route"),
-    [(name, "ops") for name in FULL_GRAPH] + [(name, "layers") for name in ("qwen3_5", "kimi_linear") if name in HERE],
-)
+@every_route
+@pytest.mark.parametrize("name", FULL_GRAPH)
 def test_compiled(name, route):
     """One graph; whole layers leave it to transformers' code around the ops, which a compiler fuses itself."""
     model, ids = model_of(name), words(11, 1, 70)
